@@ -1,0 +1,332 @@
+"""The server's step: a masked, weighted mean of updates, and what one pass over them tells.
+
+The mean is Σ_k a_k (m_k^(b)/p_b) Δ_k^(b) with a_k = n_k/Σn (paper, eq. 2, weighted). Dropped blocks are
+selected away, never multiplied by zero, so what is in them cannot reach the mean. All sums are float64;
+the mean comes back in the updates' type, at least float32.
+
+:func:`masked_mean` takes the whole cohort as one (K_c, d) buffer. :class:`StreamingAggregator` takes one
+client at a time and needs memory for d, whatever the cohort.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from fedmask.blocks import Blocks
+from fedmask.errors import FedmaskError, NonFiniteUpdateError
+from fedmask.gram import (
+    CohortSums,
+    GramAccumulator,
+    GramMatrices,
+    check_counts,
+    check_updates,
+    chunks,
+)
+from fedmask.masks import Probability, keep_probabilities
+
+__all__ = ["Aggregate", "OnNonfinite", "StreamingAggregator", "masked_mean"]
+
+OnNonfinite: TypeAlias = Literal["error", "skip"]
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """The outcome of one pass.
+
+    Attributes:
+        mean: (d,), the masked weighted mean of the updates; the server's step is θ − mean.
+        gram: Gram matrices of the unmasked updates (batch), or None if not asked for or streamed.
+        sums: per-block sums of the unmasked updates, or None if statistics were not asked for.
+        skipped: ids of clients left out for a non-finite update, the rest reweighted.
+    """
+
+    mean: Float[Tensor, " parameters"]
+    gram: GramMatrices | None
+    sums: CohortSums | None
+    skipped: tuple[int, ...] = ()
+
+
+def masked_mean(
+    updates: Float[Tensor, "clients parameters"],
+    blocks: Blocks,
+    *,
+    counts: Sequence[int | float] | None = None,
+    clients: Sequence[int] | None = None,
+    masks: Bool[np.ndarray, "clients blocks"] | None = None,
+    p: Probability = 1.0,
+    statistics_blocks: Blocks | None = None,
+    statistics: bool = True,
+    on_nonfinite: OnNonfinite = "error",
+) -> Aggregate:
+    """Masked weighted mean and Gram matrices of a cohort, each update read once and none changed.
+
+    Args:
+        updates: (K_c, d) updates Δ_k = θ − θ_k, any floating type, any device.
+        blocks: the blocks that masks are over.
+        counts: sample counts n_k; all equal if None.
+        clients: ids for messages and results; 0 … K_c−1 if None.
+        masks: True where a client keeps a block; everything is kept if None.
+        p: the probability with which a block is kept, above 0; kept blocks are scaled by 1/p.
+        statistics_blocks: another cut of the same parameters for the statistics; if None, ``blocks``,
+            or tensors where ``blocks`` are single elements.
+        statistics: without, dropped blocks are not even read, and NaN in them goes unseen.
+        on_nonfinite: "error", or "skip" to leave the client out and reweight the rest.
+
+    Raises:
+        NonFiniteUpdateError: naming client and block.
+        FedmaskError: on an empty cohort, bad or all-zero counts, p outside (0, 1], or masks that do not fit.
+        BlockError: if the updates' shape does not fit the blocks.
+    """
+    ids = tuple(range(len(updates))) if clients is None else tuple(clients)
+    n = check_counts([1] * len(ids) if counts is None else counts, ids)
+    check_updates(updates, blocks, ids)
+    scale = _rescale(p, blocks.count)
+    if masks is not None and masks.shape != (len(ids), blocks.count):
+        raise FedmaskError(f"masks have shape {masks.shape}; ({len(ids)}, {blocks.count}) was expected")
+    _check_policy(on_nonfinite)
+    if statistics_blocks is None:
+        statistics_blocks = _statistics_blocks(blocks)
+    a = torch.from_numpy(n / n.sum()).to(updates.device)
+    mean = torch.empty(blocks.parameters, dtype=_at_least_float32(updates.dtype), device=updates.device)
+    accumulator = GramAccumulator(statistics_blocks, updates) if statistics else None
+    for chunk in chunks(updates, blocks, statistics_blocks):
+        if accumulator is not None:
+            accumulator.add(chunk)
+        source = chunk.raw if accumulator is None else chunk.values
+        place = chunk.place(blocks)
+        mean[chunk.start : chunk.stop] = _rescaled(_kept_mean(source, place, a, masks), place, scale)
+    gram = None if accumulator is None else accumulator.result(n, ids)
+    if gram is not None:
+        bad = _nonfinite(np.einsum("bkk->bk", gram.values), statistics_blocks, ids)
+    else:
+        bad = {} if bool(mean.isfinite().all()) else _nonfinite_kept(updates, blocks, ids, masks)
+    if not bad:
+        return Aggregate(mean, gram, gram.sums() if gram else None)
+    if on_nonfinite == "error":
+        raise NonFiniteUpdateError(*next(iter(bad.items())))
+    rows = [row for row, client in enumerate(ids) if client not in bad]
+    if not rows:
+        raise NonFiniteUpdateError(*next(iter(bad.items())), "NaN or infinity, as did all other clients,")
+    rest = masked_mean(
+        updates[rows],
+        blocks,
+        counts=n[rows].tolist(),
+        clients=[ids[row] for row in rows],
+        masks=None if masks is None else masks[rows],
+        p=p,
+        statistics_blocks=statistics_blocks,
+        statistics=statistics,
+        on_nonfinite=on_nonfinite,
+    )
+    return Aggregate(rest.mean, rest.gram, rest.sums, tuple(sorted({*bad, *rest.skipped})))
+
+
+class StreamingAggregator:
+    """The same mean and statistics, one client at a time, in O(d) memory whatever the cohort.
+
+    The accumulators are float64: the same order gives the same bytes, and any order the same mean to one
+    rounding of its type plus K_c·2⁻⁵²·Σ|a_kΔ_k|.
+
+    >>> import torch
+    >>> from fedmask.blocks import Blocks
+    >>> stream = StreamingAggregator(Blocks.of({"weight": torch.zeros(2)}))
+    >>> stream.add(torch.tensor([1.0, 0.0]), count=10, client=3)
+    True
+    >>> stream.add(torch.tensor([0.0, 1.0]), count=30, client=8)
+    True
+    >>> stream.result().mean
+    tensor([0.2500, 0.7500])
+    """
+
+    def __init__(self, blocks: Blocks, *, p: Probability = 1.0, on_nonfinite: OnNonfinite = "error") -> None:
+        """An empty cohort over ``blocks``; p and on_nonfinite as in :func:`masked_mean`."""
+        _check_policy(on_nonfinite)
+        self._blocks, self._statistics_blocks = blocks, _statistics_blocks(blocks)
+        self._scale = _rescale(p, blocks.count)
+        self._on_nonfinite = on_nonfinite
+        self._masked: Tensor | None = None  # Σ n_k m_k Δ_k, until the first mask the same tensor as _weighted
+        self._weighted: Tensor | None = None  # Σ n_k Δ_k
+        self._plain: Tensor | None = None  # Σ Δ_k
+        self._norms = np.zeros(self._statistics_blocks.count)
+        self._weighted_norms = np.zeros(self._statistics_blocks.count)
+        self._clients, self._total, self._total_squares = 0, 0.0, 0.0
+        self._type = torch.float32
+        self._skipped: list[int] = []
+
+    def add(
+        self,
+        update: Float[Tensor, " parameters"] | Mapping[str, Tensor],
+        *,
+        count: int | float = 1,
+        client: int | None = None,
+        mask: Bool[np.ndarray, " blocks"] | None = None,
+    ) -> bool:
+        """Add one client's update, flat or by tensor name; the update is not changed.
+
+        Returns:
+            True if it was taken, False if it was skipped as non-finite.
+
+        Raises:
+            NonFiniteUpdateError, BlockError, FedmaskError: as :func:`masked_mean`; nothing was then added.
+        """
+        name = self._clients + len(self._skipped) if client is None else client
+        flat = update if isinstance(update, Tensor) else self._blocks.flatten(update)
+        check_updates(flat[None] if flat.ndim == 1 else flat, self._blocks, [name])
+        if not 0 <= count < np.inf:
+            raise FedmaskError(
+                f"client {name} has weight {count}; a weight is a sample count, finite and not negative"
+            )
+        if mask is not None and mask.shape != (self._blocks.count,):
+            raise FedmaskError(
+                f"client {name}'s mask has shape {mask.shape}; ({self._blocks.count},) was expected"
+            )
+        norms = _squared_norms(flat, self._statistics_blocks)
+        if bad := _nonfinite(norms[:, None], self._statistics_blocks, (name,)):
+            if self._on_nonfinite == "error":
+                raise NonFiniteUpdateError(name, bad[name])
+            self._skipped.append(name)
+            return False
+        self._accumulate(flat, float(count), mask)
+        self._norms += norms
+        self._weighted_norms += count**2 * norms
+        self._clients += 1
+        self._total += count
+        self._total_squares += count**2
+        self._type = torch.promote_types(self._type, flat.dtype)
+        return True
+
+    def result(self) -> Aggregate:
+        """The mean and statistics of the clients so far; more may be added after.
+
+        Raises:
+            FedmaskError: if no client was taken or all weights are zero.
+        """
+        if self._clients == 0 or self._masked is None or self._weighted is None or self._plain is None:
+            raise FedmaskError("the cohort is empty: there is no update to average; the model is unchanged")
+        if not self._total > 0:
+            raise FedmaskError(
+                f"the weights of all {self._clients} clients are zero: their mean is undefined; "
+                "the model is unchanged"
+            )
+        mean = self._masked / self._total
+        for chunk in chunks(mean[None], self._blocks):
+            mean[chunk.start : chunk.stop] = _rescaled(
+                chunk.values[0], chunk.place(self._blocks), self._scale
+            )
+        sums = CohortSums(
+            clients=self._clients,
+            effective_clients=self._total**2 / self._total_squares,
+            squared_norms=self._norms.copy(),
+            squared_norm_of_sum=_squared_norms(self._plain, self._statistics_blocks),
+            weighted_squared_norms=self._weighted_norms / self._total**2,
+            squared_norm_of_weighted_sum=_squared_norms(self._weighted, self._statistics_blocks)
+            / self._total**2,
+        )
+        return Aggregate(mean.to(self._type), None, sums, tuple(self._skipped))
+
+    def _accumulate(self, flat: Tensor, count: float, mask: Bool[np.ndarray, " blocks"] | None) -> None:
+        if self._weighted is None or self._plain is None or self._masked is None:
+            self._weighted = torch.zeros(self._blocks.parameters, dtype=torch.float64, device=flat.device)
+            self._plain, self._masked = torch.zeros_like(self._weighted), self._weighted
+        if mask is not None and self._masked is self._weighted:
+            self._masked = self._weighted.clone()
+        n = torch.tensor([count], dtype=torch.float64, device=flat.device)
+        for chunk in chunks(flat[None], self._blocks):
+            columns = slice(chunk.start, chunk.stop)
+            self._plain[columns] += chunk.values[0]
+            self._weighted[columns] += count * chunk.values[0]
+            if self._masked is not self._weighted:
+                kept = None if mask is None else mask[None]
+                self._masked[columns] += _kept_mean(chunk.values, chunk.place(self._blocks), n, kept)
+
+
+def _kept_mean(
+    values: Float[Tensor, "clients columns"],
+    place: tuple[int, int],
+    a: Float64[Tensor, " clients"],
+    masks: Bool[np.ndarray, "clients blocks"] | None,
+) -> Float64[Tensor, " columns"]:
+    """Σ a_k Δ_k over the clients that kept the block, for columns that lie at ``place``."""
+    first, rows = place
+    if masks is None:
+        return a @ values.double()
+    if rows == 1:
+        kept = np.flatnonzero(masks[:, first])
+        if len(kept) == len(values):
+            return a @ values.double()
+        chosen = torch.from_numpy(kept).to(values.device)
+        return a[chosen] @ values[chosen].double()
+    dropped = torch.from_numpy(~masks[:, first : first + rows, None]).to(values.device)
+    selected = values.double().view(len(values), rows, -1).masked_fill(dropped, 0)
+    return a @ selected.view(len(values), -1)
+
+
+def _rescaled(
+    mean: Float64[Tensor, " columns"], place: tuple[int, int], p: Float64[np.ndarray, " probabilities"]
+) -> Float64[Tensor, " columns"]:
+    if p.size == 1:
+        return mean if p[0] == 1 else mean / p[0]
+    first, rows = place
+    by_block = torch.from_numpy(p[first : first + rows, None]).to(mean.device)
+    return (mean.view(rows, -1) / by_block).view(-1)
+
+
+def _rescale(p: Probability, blocks: int) -> Float64[np.ndarray, " probabilities"]:
+    probabilities = keep_probabilities(p, blocks)
+    if not np.all(probabilities > 0):
+        block = int(np.flatnonzero(probabilities == 0)[0])
+        where = f" for block {block}" if probabilities.size > 1 else ""
+        raise FedmaskError(f"p is 0{where}, and kept blocks are scaled by 1/p; p must lie in (0, 1]")
+    return probabilities
+
+
+def _statistics_blocks(blocks: Blocks) -> Blocks:
+    return blocks.at("tensor") if blocks.granularity == "element" else blocks
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _squared_norms(flat: Float[Tensor, " parameters"], blocks: Blocks) -> Float64[np.ndarray, " blocks"]:
+    norms = torch.zeros(blocks.count, dtype=torch.float64, device=flat.device)
+    for chunk in chunks(flat[None], blocks):
+        first, rows = chunk.place(blocks)
+        norms[first : first + rows] += chunk.values.view(rows, -1).square().sum(dim=1)
+    return norms.cpu().numpy()
+
+
+def _nonfinite(
+    squared_norms: Float64[np.ndarray, "blocks clients"], blocks: Blocks, ids: tuple[int, ...]
+) -> dict[int, str]:
+    """Client id → name of its first block whose squared norm is not finite."""
+    bad = ~np.isfinite(squared_norms)
+    return {ids[k]: blocks.block_name(int(np.argmax(bad[:, k]))) for k in np.flatnonzero(bad.any(axis=0))}
+
+
+def _nonfinite_kept(
+    updates: Float[Tensor, "clients parameters"],
+    blocks: Blocks,
+    ids: tuple[int, ...],
+    masks: Bool[np.ndarray, "clients blocks"] | None,
+) -> dict[int, str]:
+    """Client id → name of its first kept block with a non-finite value."""
+    bad: dict[int, str] = {}
+    for chunk in chunks(updates, blocks):
+        first, rows = chunk.place(blocks)
+        wrong = ~chunk.raw.isfinite().view(len(ids), rows, -1).all(dim=2).cpu().numpy()
+        if masks is not None:
+            wrong &= masks[:, first : first + rows]
+        for k in np.flatnonzero(wrong.any(axis=1)):
+            bad.setdefault(ids[k], blocks.block_name(first + int(np.argmax(wrong[k]))))
+    return bad
+
+
+def _check_policy(on_nonfinite: str) -> None:
+    if on_nonfinite not in get_args(OnNonfinite):
+        raise FedmaskError(f'on_nonfinite is {on_nonfinite!r}; use "error" or "skip"')

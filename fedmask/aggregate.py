@@ -178,13 +178,9 @@ class StreamingAggregator:
         flat = update if isinstance(update, Tensor) else self._blocks.flatten(update)
         check_updates(flat[None] if flat.ndim == 1 else flat, self._blocks, [name])
         if not 0 <= count < np.inf:
-            raise FedmaskError(
-                f"client {name} has weight {count}; a weight is a sample count, finite and not negative"
-            )
+            raise FedmaskError(f"client {name} has weight {count}; a weight is a sample count, finite and not negative")
         if mask is not None and mask.shape != (self._blocks.count,):
-            raise FedmaskError(
-                f"client {name}'s mask has shape {mask.shape}; ({self._blocks.count},) was expected"
-            )
+            raise FedmaskError(f"client {name}'s mask has shape {mask.shape}; ({self._blocks.count},) was expected")
         norms = _squared_norms(flat, self._statistics_blocks)
         if bad := _nonfinite(norms[:, None], self._statistics_blocks, (name,)):
             if self._on_nonfinite == "error":
@@ -210,22 +206,18 @@ class StreamingAggregator:
             raise FedmaskError("the cohort is empty: there is no update to average; the model is unchanged")
         if not self._total > 0:
             raise FedmaskError(
-                f"the weights of all {self._clients} clients are zero: their mean is undefined; "
-                "the model is unchanged"
+                f"the weights of all {self._clients} clients are zero: their mean is undefined; the model is unchanged"
             )
         mean = self._masked / self._total
         for chunk in chunks(mean[None], self._blocks):
-            mean[chunk.start : chunk.stop] = _rescaled(
-                chunk.values[0], chunk.place(self._blocks), self._scale
-            )
+            mean[chunk.start : chunk.stop] = _rescaled(chunk.values[0], chunk.place(self._blocks), self._scale)
         sums = CohortSums(
             clients=self._clients,
             effective_clients=self._total**2 / self._total_squares,
             squared_norms=self._norms.copy(),
             squared_norm_of_sum=_squared_norms(self._plain, self._statistics_blocks),
             weighted_squared_norms=self._weighted_norms / self._total**2,
-            squared_norm_of_weighted_sum=_squared_norms(self._weighted, self._statistics_blocks)
-            / self._total**2,
+            squared_norm_of_weighted_sum=_squared_norms(self._weighted, self._statistics_blocks) / self._total**2,
         )
         return Aggregate(mean.to(self._type), None, sums, tuple(self._skipped))
 

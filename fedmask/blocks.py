@@ -91,17 +91,13 @@ class Blocks:
             everything = [(canonical_name(name), tensor) for name, tensor in model.items()]
         for name, tensor in everything:
             if not tensor.is_floating_point():
-                raise BlockError(
-                    f"parameter {name!r} is of type {tensor.dtype}; only floating types are masked"
-                )
+                raise BlockError(f"parameter {name!r} is of type {tensor.dtype}; only floating types are masked")
         name_of = {_identity(tensor): name for name, tensor in reversed(everything)}
         pairs = [(name, tensor) for name, tensor in everything if name_of[_identity(tensor)] == name]
         kept = {name for name, _ in pairs}
         aliases = {name: name_of[_identity(tensor)] for name, tensor in everything if name not in kept}
         # A layer is one block, so its tensors stand together even where the mapping scatters them.
-        layers = {
-            layer: place for place, layer in reversed(list(enumerate(_layer(name) for name, _ in pairs)))
-        }
+        layers = {layer: place for place, layer in reversed(list(enumerate(_layer(name) for name, _ in pairs)))}
         pairs.sort(key=lambda pair: layers[_layer(pair[0])])
         return cls(
             names=tuple(name for name, _ in pairs),
@@ -122,9 +118,7 @@ class Blocks:
         for name, shape in zip(self.names, self.shapes, strict=True):
             size = int(np.prod(shape, dtype=np.int64))
             rows = self._rows(shape, size)
-            joined = self.granularity == "model" or (
-                self.granularity == "layer" and _layer(name) == previous_layer
-            )
+            joined = self.granularity == "model" or (self.granularity == "layer" and _layer(name) == previous_layer)
             if joined and pieces:
                 block = pieces[-1].first_block
             pieces.append(Piece(start, rows, size // rows if rows else 0, block))
@@ -201,8 +195,7 @@ class Blocks:
         """
         if flat.shape != (self.parameters,):
             raise BlockError(
-                f"a flat vector of shape {tuple(flat.shape)} was given; "
-                f"this model has {self.parameters} parameters"
+                f"a flat vector of shape {tuple(flat.shape)} was given; this model has {self.parameters} parameters"
             )
         return {
             name: flat[piece.start : piece.stop].view(shape)
@@ -235,9 +228,7 @@ class Blocks:
             if twin is not None:
                 named.setdefault(name, twin)
         if missing := [name for name in self.names if name not in named]:
-            raise BlockError(
-                f"tensor {missing[0]!r} is missing ({_more(missing)}); every parameter is needed"
-            )
+            raise BlockError(f"tensor {missing[0]!r} is missing ({_more(missing)}); every parameter is needed")
         if unknown := sorted(named.keys() - set(self.names)):
             raise BlockError(
                 f"tensor {unknown[0]!r} is unknown to the reference model ({_more(unknown)}); "

@@ -14,7 +14,7 @@ __all__ = ["cache_root", "sha256_of_file", "to_json", "write_atomic", "write_jso
 
 
 def cache_root() -> Path:
-    """Where decoded data sets live: ``$FEDMASK_CACHE``, else ``$XDG_CACHE_HOME/fedmask``, else ``~/.cache/fedmask``."""
+    """Where decoded data sets live: ``$FEDMASK_CACHE``, else fedmask in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if explicit := os.environ.get("FEDMASK_CACHE"):
         return Path(explicit).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedmask"

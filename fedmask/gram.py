@@ -171,9 +171,7 @@ class GramAccumulator:
     def __init__(self, blocks: Blocks, updates: Float[Tensor, "clients parameters"]) -> None:
         """Zero matrices for a cohort of ``len(updates)`` clients."""
         if blocks.granularity == "element":
-            raise BlockError(
-                'statistics are never finer than rows; pass blocks.at("tensor") or blocks.at("row")'
-            )
+            raise BlockError('statistics are never finer than rows; pass blocks.at("tensor") or blocks.at("row")')
         clients = len(updates)
         self._blocks = blocks
         self._values = torch.zeros(blocks.count, clients, clients, dtype=torch.float64, device=updates.device)
@@ -199,9 +197,7 @@ def check_counts(counts: Sequence[int | float], clients: Sequence[int]) -> Float
     if len(clients) == 0:
         raise FedmaskError("the cohort is empty: there is no update to average; the model is unchanged")
     if len(counts) != len(clients):
-        raise FedmaskError(
-            f"{len(counts)} weights were given for {len(clients)} clients; give one sample count each"
-        )
+        raise FedmaskError(f"{len(counts)} weights were given for {len(clients)} clients; give one sample count each")
     n = np.asarray(counts, dtype=np.float64)
     for client, value in zip(clients, n, strict=True):
         if not 0 <= value < np.inf:

@@ -142,9 +142,7 @@ def cohort_masks(
     """The masks of a cohort, one row a client, each as :func:`bernoulli_mask` gives it."""
     masks = np.empty((len(clients), blocks), dtype=np.bool_)
     for row, client in enumerate(clients):
-        masks[row] = bernoulli_mask(
-            seed=seed, round_=round_, client=client, blocks=blocks, p=p, sharing=sharing
-        )
+        masks[row] = bernoulli_mask(seed=seed, round_=round_, client=client, blocks=blocks, p=p, sharing=sharing)
     return masks
 
 
@@ -156,9 +154,7 @@ def keep_probabilities(p: Probability, blocks: int) -> Float64[np.ndarray, " pro
     """
     probabilities = np.atleast_1d(np.asarray(p, dtype=np.float64))
     if probabilities.ndim != 1 or (np.ndim(p) == 1 and probabilities.size != blocks):
-        raise FedmaskError(
-            f"p has shape {np.shape(p)}; give one probability or one for each of {blocks} blocks"
-        )
+        raise FedmaskError(f"p has shape {np.shape(p)}; give one probability or one for each of {blocks} blocks")
     wrong = np.flatnonzero(~((probabilities >= 0) & (probabilities <= 1)))
     if wrong.size:
         where = f" for block {wrong[0]}" if np.ndim(p) else ""
@@ -176,9 +172,7 @@ def _mask_words(
             return words(seed, Purpose.MASK_SHARED, blocks, round_=round_)
         case Groups(group_of):
             if client not in group_of:
-                raise FedmaskError(
-                    f"client {client} has no group; group_of must name every client of the cohort"
-                )
+                raise FedmaskError(f"client {client} has no group; group_of must name every client of the cohort")
             return words(seed, Purpose.MASK_GROUP, blocks, round_=round_, client=group_of[client])
 
 

@@ -136,9 +136,7 @@ def effective_cohort_size(counts: Sequence[int | float] | Float64[np.ndarray, " 
     """
     n = np.asarray(counts, dtype=np.float64)
     if not n.sum() > 0:
-        raise FedmaskError(
-            f"the weights of all {n.size} clients are zero: the effective cohort size is undefined"
-        )
+        raise FedmaskError(f"the weights of all {n.size} clients are zero: the effective cohort size is undefined")
     return float(n.sum() ** 2 / np.sum(n**2))
 
 
@@ -162,7 +160,8 @@ def recovery_factor_interval(gram: GramMatrices, *, weighted: bool = False, leve
         return Interval(None, None, level, "undefined for fewer than three clients with weight (n < 3)")
     scaled = gram.total[np.ix_(a > 0, a > 0)] * np.outer(a[a > 0], a[a > 0])
     a = a[a > 0]
-    sizes = np.append(_size(a.sum(), np.sum(a**2)), _size(a.sum() - a, np.sum(a**2) - a**2))
+    total, squares = a.sum(), np.sum(a**2)
+    sizes = np.append(total**2 / squares, (total - a) ** 2 / (squares - a**2))
     top, bottom = _leave_one_out(scaled)
     if not np.all(bottom > 0):
         return Interval(None, None, level, _ALL_ZERO)
@@ -205,12 +204,6 @@ def _totals(cohort: Cohort) -> tuple[float, float, int]:
 
 def _divide(top: float, bottom: float, reason: str) -> Statistic:
     return Statistic(None, reason) if bottom == 0 else Statistic(float(top / bottom))
-
-
-def _size(
-    total: Float64[np.ndarray, "..."] | float, squares: Float64[np.ndarray, "..."] | float
-) -> Float64[np.ndarray, "..."]:
-    return np.asarray(total, dtype=np.float64) ** 2 / squares
 
 
 def _leave_one_out(

@@ -1,0 +1,215 @@
+"""The run directory: what a run leaves on the disk, and how it goes on after any interruption.
+
+======================  ==================================================================================
+config.json             the configuration, the data's fingerprint and the model's blocks
+rounds.jsonl            one JSON object a round, flushed; see :class:`fedmask.federated.rounds.RoundRecord`
+checkpoints/            the two newest checkpoints, each with the SHA-256 that it must have to be loaded
+summary.json            medians and final accuracy, once the run is done
+times.jsonl             wall-clock seconds of each round
+provenance.json         versions, commit, device, times of start and resumption
+======================  ==================================================================================
+
+All but the last two are functions of the configuration: interrupted anywhere or not, they end as the same
+bytes. A checkpoint of round r is written after the log's line r, so after an interruption the log is at
+least as long; its lines beyond the checkpoint are computed again and compared.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedmask.errors import RunDirectoryError
+from fedmask.files import to_json, write_atomic, write_json
+
+__all__ = ["Checkpoint", "RunDirectory"]
+
+_OWN = ("config.json", "rounds.jsonl", "checkpoints", "summary.json", "times.jsonl", "provenance.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The server's state after a round: parameters and buffers by canonical name, on the CPU."""
+
+    round: int
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+class RunDirectory:
+    """A directory of one configuration; opening it again goes on where it stopped."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Open or make the directory of the run with this identity (the content of config.json).
+
+        Raises:
+            RunDirectoryError: if it holds a run of another identity, or files that are no run.
+        """
+        self.path = path
+        self._lost: dict[int, str] = {}
+        self.diverged: list[int] = []
+        if overwrite:
+            self._clear()
+        path.mkdir(parents=True, exist_ok=True)
+        config = path / "config.json"
+        if config.exists():
+            _check_identity(config, identity)
+        elif any(child.name in _OWN or not child.name.startswith(".") for child in path.iterdir()):
+            raise RunDirectoryError(f"{path} is not empty and holds no config.json of a run; choose another directory")
+        else:
+            write_json(config, identity)
+        (path / "checkpoints").mkdir(exist_ok=True)
+        for left_over in [*path.glob(".*.tmp"), *path.glob("checkpoints/.*.tmp")]:
+            left_over.unlink()
+
+    def resume(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None; the log is cut to it."""
+        checkpoint = self._newest()
+        log = self.path / "rounds.jsonl"
+        whole = _whole_lines(log)
+        done = checkpoint.round if checkpoint else 0
+        if len(whole) < done:
+            raise RunDirectoryError(
+                f"{log} has {len(whole)} rounds but the checkpoint is of round {done}; "
+                "restore the log, or start again with --overwrite"
+            )
+        self._lost = {done + i + 1: line.decode() for i, line in enumerate(whole[done:])}
+        _cut(log, whole[:done])
+        times = self.path / "times.jsonl"
+        _cut(times, _whole_lines(times))
+        return checkpoint
+
+    def append(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        """Append a round's line to the log, and its times to theirs."""
+        line = to_json(record) + "\n"
+        round_ = int(record["round"])
+        if self._lost.pop(round_, line) != line:
+            self.diverged.append(round_)
+        _append(self.path / "rounds.jsonl", line)
+        _append(self.path / "times.jsonl", to_json({"round": round_, **seconds}) + "\n")
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint whole, and forget all but it and the one before."""
+        stream = io.BytesIO()
+        torch.save(
+            {
+                "round": checkpoint.round,
+                "parameters": dict(checkpoint.parameters),
+                "buffers": dict(checkpoint.buffers),
+            },
+            stream,
+        )
+        content = stream.getvalue()
+        path = self.path / "checkpoints" / f"round-{checkpoint.round:06d}.pt"
+        write_atomic(path, content)
+        write_atomic(path.with_suffix(".sha256"), (hashlib.sha256(content).hexdigest() + "\n").encode())
+        for old in self._checkpoints()[2:]:
+            old.with_suffix(".sha256").unlink(missing_ok=True)
+            old.unlink()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        write_json(self.path / "summary.json", summary)
+
+    def describe(self, provenance: Mapping[str, Any]) -> None:
+        """Write provenance.json; a resumption is added to what is there."""
+        path = self.path / "provenance.json"
+        starts = []
+        if path.exists():
+            try:
+                starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+            except (ValueError, KeyError):
+                starts = []
+        write_json(path, {"starts": [*starts, provenance]})
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rounds logged so far."""
+        log = self.path / "rounds.jsonl"
+        return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+
+    def _newest(self) -> Checkpoint | None:
+        for path in self._checkpoints():
+            content = path.read_bytes()
+            digest = path.with_suffix(".sha256")
+            # Nothing is unpickled that does not have its checksum, and then by PyTorch's restricted loader.
+            if not digest.exists() or digest.read_text().strip() != hashlib.sha256(content).hexdigest():
+                continue
+            state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+            return Checkpoint(state["round"], state["parameters"], state["buffers"])
+        return None
+
+    def _checkpoints(self) -> list[Path]:
+        """Newest first."""
+        return sorted((self.path / "checkpoints").glob("round-*.pt"), reverse=True)
+
+    def _clear(self) -> None:
+        if not self.path.is_dir():
+            return
+        strange = [
+            child.name for child in self.path.iterdir() if child.name not in _OWN and not child.name.startswith(".")
+        ]
+        if strange or (any(self.path.iterdir()) and not (self.path / "config.json").exists()):
+            raise RunDirectoryError(
+                f"{self.path} holds {strange[0] if strange else 'files but no config.json'}, which no run wrote; "
+                "it is not overwritten: choose another directory"
+            )
+        for name in _OWN:
+            child = self.path / name
+            shutil.rmtree(child) if child.is_dir() else child.unlink(missing_ok=True)
+
+
+def _check_identity(config: Path, identity: Mapping[str, Any]) -> None:
+    try:
+        there = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunDirectoryError(f"{config} is damaged ({error}); start again with --overwrite") from None
+    wanted = json.loads(to_json(identity))
+    differences = [
+        f"{name} is {_short(old)} there and {_short(new)} here" for name, old, new in _differences(there, wanted)
+    ]
+    if differences:
+        raise RunDirectoryError(
+            f"{config.parent} holds a run of another configuration: {'; '.join(differences[:5])}. "
+            "Choose another directory, or start again with --overwrite"
+        )
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*there, *(key for key in here if key not in there)]
+        return [
+            difference
+            for key in keys
+            for difference in _differences(there.get(key), here.get(key), f"{name}.{key}" if name else str(key))
+        ]
+    return [] if there == here else [(name.removeprefix("config."), there, here)]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def _cut(path: Path, lines: list[bytes]) -> None:
+    if path.exists():
+        os.truncate(path, sum(map(len, lines)))
+
+
+def _append(path: Path, line: str) -> None:
+    with path.open("ab") as file:
+        file.write(line.encode("utf-8"))
+        file.flush()
+        os.fsync(file.fileno())

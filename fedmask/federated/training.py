@@ -1,0 +1,210 @@
+"""What a client does: local SGD from the global weights, and evaluation of those weights.
+
+Both are pure functions of (configuration, data, weights, round, client). A :class:`Trainer` holds the one
+model and the data that they need; a process has one and uses it for any client of any round.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedmask.blocks import Blocks, canonical_name
+from fedmask.errors import FedmaskError
+from fedmask.federated.config import BatchSize, RunConfig
+from fedmask.federated.data import ImageData
+from fedmask.federated.models import SmallCNN, resnet18
+from fedmask.federated.partition import Partition
+from fedmask.randomness import Purpose, permutation, words
+
+__all__ = ["ClientReport", "ModelFactory", "Trainer", "batches", "initial_model", "one_thread"]
+
+ModelFactory = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class ClientReport:
+    """What a client tells beside its update.
+
+    Attributes:
+        samples: n_k.
+        steps: gradient steps made.
+        loss: mean training loss over the samples seen, at the weights they were seen with.
+        buffers: the model's buffers after training, by canonical name.
+    """
+
+    samples: int
+    steps: int
+    loss: float
+    buffers: Mapping[str, Tensor]
+
+
+class Trainer:
+    """A model bound to a flat vector, and the data: ready for any client of any round."""
+
+    def __init__(self, config: RunConfig, data: ImageData, partition: Partition, factory: ModelFactory | None) -> None:
+        """``factory`` makes a model of your own; None makes the one that the configuration names."""
+        self._config, self._partition = config, partition
+        self._device = torch.device(config.device)
+        self._model = initial_model(config, data, factory).to(self._device)
+        self.blocks = Blocks.of(self._model)
+        self._flat = self.blocks.flatten(dict(self._model.named_parameters(remove_duplicate=False)))
+        self.blocks.bind(self._model, self._flat)
+        self._train = _resident(data.train_images, data.train_labels, self._device)
+        self._test = _resident(data.test_images, data.test_labels, self._device)
+        shape = (1, -1, 1, 1)
+        self._mean = torch.tensor(data.channel_mean * 255, dtype=torch.float32, device=self._device).view(shape)
+        self._std = torch.tensor(data.channel_std * 255, dtype=torch.float32, device=self._device).view(shape)
+
+    @property
+    def weights(self) -> Float[Tensor, " parameters"]:
+        """The flat vector that the model's parameters are views of."""
+        return self._flat
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the model's buffers, by canonical name."""
+        return {name: buffer.clone() for name, buffer in self._named_buffers()}
+
+    def train(
+        self,
+        round_: int,
+        client: int,
+        weights: Float[Tensor, " parameters"],
+        buffers: Mapping[str, Tensor],
+        update: Float[Tensor, " parameters"],
+    ) -> ClientReport:
+        """Train locally from ``weights`` and write Δ_k = θ − θ_k into ``update``; nothing else changes."""
+        config = self._config
+        identity = 0 if config.control == "identical-clients" else client
+        shard = self._partition.shard(identity)
+        self._load(weights, buffers)
+        self._model.train()
+        torch.manual_seed(int(words(config.seed, Purpose.TRAINING, 1, round_=round_, client=identity)[0]))
+        optimizer = torch.optim.SGD(
+            self._model.parameters(),
+            lr=config.learning_rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+        losses = torch.zeros((), dtype=torch.float64, device=self._device)
+        steps, seen = 0, 0
+        for batch in batches(len(shard), config, round_, identity):
+            optimizer.zero_grad(set_to_none=True)
+            losses += self._gradient(shard[batch])
+            optimizer.step()
+            steps, seen = steps + 1, seen + len(batch)
+        torch.sub(weights.to(self._device), self._flat, out=update)
+        return ClientReport(len(shard), steps, float(losses) / seen, self.buffers())
+
+    @torch.no_grad()
+    def evaluate(
+        self, weights: Float[Tensor, " parameters"], buffers: Mapping[str, Tensor], part: int
+    ) -> tuple[float, int]:
+        """(sum of losses, correct) over one part of the test set, of ``evaluation_batch`` samples at most."""
+        self._load(weights, buffers)
+        self._model.eval()
+        images, labels = self._test
+        size = self._config.evaluation_batch
+        where = slice(part * size, (part + 1) * size)
+        scores = self._model(self._normalized(images[where]))
+        wanted = labels[where].to(self._device)
+        loss = cross_entropy(scores, wanted, reduction="none").double().sum()
+        return float(loss), int((scores.argmax(dim=1) == wanted).sum())
+
+    @property
+    def test_samples(self) -> int:
+        """Size of the test set."""
+        return len(self._test[1])
+
+    def _gradient(self, indices: Int64[np.ndarray, " batch"]) -> Float[Tensor, ""]:
+        """Accumulate the gradient of the mean loss over a batch, in chunks; return the sum of losses."""
+        images, labels = self._train
+        whole = self._config.batch_size == "full"
+        size = self._config.chunk_size if whole else len(indices)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for start in range(0, len(indices), size):
+            chosen = torch.from_numpy(indices[start : start + size])
+            scores = self._model(self._normalized(images[chosen.to(images.device)]))
+            loss = cross_entropy(scores, labels[chosen.to(labels.device)], reduction="sum")
+            (loss / len(indices)).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _normalized(self, images: Tensor) -> Float32[Tensor, "batch channels height width"]:
+        return (images.to(self._device).float() - self._mean) / self._std
+
+    def _load(self, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        self._flat.copy_(weights)
+        with torch.no_grad():
+            for name, buffer in self._named_buffers():
+                buffer.copy_(buffers[name])
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return ((canonical_name(name), buffer) for name, buffer in self._model.named_buffers())
+
+
+def initial_model(config: RunConfig, data: ImageData, factory: ModelFactory | None = None) -> nn.Module:
+    """The model with the weights that the run's seed gives it.
+
+    Raises:
+        FedmaskError: if the configuration names an unknown model and no factory is given.
+    """
+    classes, channels = len(data.classes), data.train_images.shape[1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(words(config.seed, Purpose.INITIAL_WEIGHTS, 1)[0]))
+        if factory is not None:
+            own: nn.Module = factory()
+            return own
+        if config.model == "resnet18":
+            return resnet18(classes=classes, channels=channels, stem=config.stem, groups=config.groups)
+        if config.model == "cnn":
+            return SmallCNN(classes=classes, channels=channels, groups=config.groups)
+    raise FedmaskError(
+        f"model {config.model!r} is unknown; use resnet18 or cnn, or pass a model of your own from Python"
+    )
+
+
+def batches(samples: int, config: RunConfig, round_: int, client: int) -> Iterator[Int64[np.ndarray, " batch"]]:
+    """The batches of a client's local training, as places in its shard.
+
+    Every epoch goes through the shard once in an order of its own; its last batch may be smaller. With
+    ``local_steps``, epochs follow until the steps are done.
+    """
+    size: BatchSize = samples if config.batch_size == "full" else config.batch_size
+    assert size != "full"
+    steps, epoch = 0, 0
+    while epoch < config.local_epochs if config.local_steps is None else steps < config.local_steps:
+        if config.batch_size == "full":
+            order = np.arange(samples)
+        else:
+            order = permutation(config.seed, Purpose.BATCHES, samples, round_=round_, client=client, draw=epoch)
+        for start in range(0, samples, size):
+            if config.local_steps is not None and steps == config.local_steps:
+                return
+            yield order[start : start + size]
+            steps += 1
+        epoch += 1
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: gradients differ in their last bits between thread counts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _resident(images: np.ndarray, labels: Int64[np.ndarray, " samples"], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images and labels as tensors where they are read from: mapped memory on the CPU, else the device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(images).to(device), torch.from_numpy(np.asarray(labels)).to(device)

@@ -159,10 +159,10 @@ def initial_model(config: RunConfig, data: ImageData, factory: ModelFactory | No
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(words(config.seed, Purpose.INITIAL_WEIGHTS, 1)[0]))
         if factory is not None:
-            own: nn.Module = factory()
-            return own
+            return factory()
         if config.model == "resnet18":
-            return resnet18(classes=classes, channels=channels, stem=config.stem, groups=config.groups)
+            network: nn.Module = resnet18(classes=classes, channels=channels, stem=config.stem, groups=config.groups)
+            return network
         if config.model == "cnn":
             return SmallCNN(classes=classes, channels=channels, groups=config.groups)
     raise FedmaskError(

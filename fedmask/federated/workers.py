@@ -163,7 +163,7 @@ def _start(setup: _Setup) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    arrays = {name: tensor.numpy() for name, tensor in setup.arrays.items()}
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in setup.arrays.items()}
     data = ImageData(**setup.data, **arrays)
     _worker = Trainer(setup.config, data, setup.partition, setup.factory), setup
 

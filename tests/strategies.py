@@ -31,7 +31,9 @@ def cohorts(draw: st.DrawFn, granularities: tuple[str, ...] = ("element", "row",
         for i, tensors in enumerate(layers)
         for j in range(tensors)
     }
-    blocks = Blocks.of({name: torch.zeros(shape) for name, shape in shapes.items()}, draw(st.sampled_from(granularities)))
+    blocks = Blocks.of(
+        {name: torch.zeros(shape) for name, shape in shapes.items()}, draw(st.sampled_from(granularities))
+    )
     clients = draw(st.integers(1, 5))
     updates = torch.from_numpy(draw(hnp.arrays(np.float32, (clients, blocks.parameters), elements=VALUES)))
     counts = draw(st.lists(st.integers(0, 500), min_size=clients, max_size=clients).filter(any))

@@ -144,7 +144,11 @@ def test_inputs_are_unchanged_and_a_second_pass_is_the_same(cohort):
 
 @given(cohorts(granularities=("element", "row")), st.data())
 def test_p_may_differ_per_block(cohort, data):
-    p = np.array(data.draw(st.lists(st.sampled_from([1.0, 0.5, 0.25]), min_size=cohort.blocks.count, max_size=cohort.blocks.count)))
+    p = np.array(
+        data.draw(
+            st.lists(st.sampled_from([1.0, 0.5, 0.25]), min_size=cohort.blocks.count, max_size=cohort.blocks.count)
+        )
+    )
     owner = np.repeat(np.arange(cohort.blocks.count), cohort.blocks.sizes)
     expected = slow_mean(cohort, cohort.masks, 1.0) / p[owner]
     batch = masked_mean(cohort.updates, cohort.blocks, counts=cohort.counts, masks=cohort.masks, p=p)
@@ -177,9 +181,7 @@ def test_a_nonfinite_update_is_an_error_that_names_client_and_block(value, stati
     with pytest.raises(NonFiniteUpdateError, match=r"client 106 .* block 'conv.bias'") as caught:
         masked_mean(updates, blocks, clients=ids, statistics=statistics)
     assert (caught.value.client, caught.value.block) == (106, "conv.bias")
-    skipped = masked_mean(
-        updates, blocks, clients=ids, counts=range(1, 11), statistics=statistics, on_nonfinite="skip"
-    )
+    skipped = masked_mean(updates, blocks, clients=ids, counts=range(1, 11), statistics=statistics, on_nonfinite="skip")
     rest = [k for k in range(10) if k != 6]
     alone = masked_mean(updates[rest], blocks, counts=[k + 1 for k in rest], clients=[ids[k] for k in rest])
     assert skipped.skipped == (106,)
@@ -193,7 +195,7 @@ def test_streaming_refuses_or_skips_a_nonfinite_update_and_keeps_what_it_had():
     blocks = Blocks.of({"w": torch.zeros(2)})
     stream = StreamingAggregator(blocks)
     stream.add(torch.tensor([1.0, 2.0]), client=4)
-    with pytest.raises(NonFiniteUpdateError, match="client 9 .* block 'w'"):
+    with pytest.raises(NonFiniteUpdateError, match=r"client 9 .* block 'w'"):
         stream.add(torch.tensor([math.nan, 0.0]), client=9)
     assert stream.result().mean.tolist() == [1.0, 2.0]
     skipping = StreamingAggregator(blocks, on_nonfinite="skip")

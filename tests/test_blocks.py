@@ -49,9 +49,26 @@ def test_flat_and_named_are_inverse_and_views_share_memory(cohort):
 @pytest.mark.parametrize(
     ("granularity", "names", "sizes"),
     [
-        ("element", ["0.weight[0,0]", "0.weight[0,1]", "0.weight[1,0]", "0.weight[1,1]", "0.bias[0]", "0.bias[1]",
-                     "1.weight[0,0]", "1.weight[0,1]", "1.bias[0]"], [1] * 9),
-        ("row", ["0.weight[0]", "0.weight[1]", "0.bias[0]", "0.bias[1]", "1.weight[0]", "1.bias[0]"], [2, 2, 1, 1, 2, 1]),
+        (
+            "element",
+            [
+                "0.weight[0,0]",
+                "0.weight[0,1]",
+                "0.weight[1,0]",
+                "0.weight[1,1]",
+                "0.bias[0]",
+                "0.bias[1]",
+                "1.weight[0,0]",
+                "1.weight[0,1]",
+                "1.bias[0]",
+            ],
+            [1] * 9,
+        ),
+        (
+            "row",
+            ["0.weight[0]", "0.weight[1]", "0.bias[0]", "0.bias[1]", "1.weight[0]", "1.bias[0]"],
+            [2, 2, 1, 1, 2, 1],
+        ),
         ("tensor", ["0.weight", "0.bias", "1.weight", "1.bias"], [4, 2, 2, 1]),
         ("layer", ["0", "1"], [6, 3]),
         ("model", ["model"], [9]),
@@ -98,7 +115,12 @@ def test_a_compiled_wrapped_or_parallel_model_has_the_same_blocks_and_masks():
     blocks = Blocks.of(model)
     compiled = {f"_orig_mod.{name}": tensor for name, tensor in tensors(model).items()}
     inner = {name.replace("layer1.0.", "layer1.0._checkpoint_wrapped_module."): t for name, t in tensors(model).items()}
-    for other in (Blocks.of(torch.compile(model)), Blocks.of(nn.DataParallel(model)), Blocks.of(compiled), Blocks.of(inner)):
+    for other in (
+        Blocks.of(torch.compile(model)),
+        Blocks.of(nn.DataParallel(model)),
+        Blocks.of(compiled),
+        Blocks.of(inner),
+    ):
         assert other == blocks
     assert torch.equal(blocks.flatten(compiled), blocks.flatten(tensors(model)))
     parallel = nn.DataParallel(model).state_dict()

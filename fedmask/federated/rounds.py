@@ -38,8 +38,6 @@ from fedmask.statistics import (
 
 __all__ = ["Progress", "RoundRecord", "RunResult", "draw_cohort", "simulate", "summarize"]
 
-_SUMMARY_ROUNDS = 50
-
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -171,8 +169,8 @@ def draw_cohort(config: RunConfig, round_: int) -> list[int]:
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A run in a few numbers: medians over its last 50 rounds (or all, if fewer), as the paper takes them."""
-    last = records[-_SUMMARY_ROUNDS:]
+    """A run in a few numbers: medians over its last quarter, as the paper takes them (50 of 200 rounds)."""
+    last = records[-max(1, len(records) // 4) :]
     factors = [record["recovery_factor"] for record in records if record["recovery_factor"] is not None]
     evaluated = [record for record in records if record["accuracy"] is not None]
     names = ("recovery_factor", "recovery_factor_weighted", "signal", "noise")

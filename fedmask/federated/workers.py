@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from fedmask.federated.training import ClientReport, ModelFactory, Trainer, one_
 __all__ = ["InProcess", "Processes", "Workers", "default_workers"]
 
 
+@runtime_checkable
 class Workers(Protocol):
     """Trains clients and evaluates, over one buffer of updates."""
 

@@ -51,7 +51,7 @@ def test_seed_0_is_a_seed_and_an_unseeded_run_prints_the_one_it_chose(tmp_path):
         (["--workers", "0"], "0 workers were asked for"),
         (["--seed", "-1"], "seed is -1"),
         (["--groups", "5"], "groups is 5; it must divide"),
-        (["--clients", "2000"], "1437 samples cannot give each of 2000 clients 1"),
+        (["--clients", "2000"], "1438 samples cannot give each of 2000 clients 1"),
     ],
 )
 def test_an_error_is_one_line_and_a_nonzero_exit(tmp_path, options, message):

@@ -78,7 +78,7 @@ def test_two_rounds_are_fedavg_written_out(digits):
         assert record["clients"] == cohort
         assert record["counts"] == counts.tolist()
         u = updates.double().numpy()
-        assert record["recovery_factor"] == pytest.approx(np.sum(u.sum(0) ** 2) / np.sum(u**2), rel=1e-9)
+        assert record["recovery_factor"] == pytest.approx(np.sum(u.sum(0) ** 2) / np.sum(u**2), rel=1e-5)
     final = blocks.flatten(result.weights)
     assert final.numpy() == pytest.approx(weights.numpy(), rel=1e-5, abs=1e-6)
 
@@ -129,7 +129,7 @@ def exploding() -> nn.Module:
             self.head = nn.Linear(64, 10)
 
         def forward(self, images):
-            poison = torch.where(images[:, 0, 0, 0] > 2, torch.inf, 1.0)
+            poison = torch.where(images[:, 0, 0, 0] > 2, torch.nan, 1.0)
             return self.head(images.flatten(1)) * poison[:, None]
 
     return Exploding()

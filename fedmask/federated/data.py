@@ -79,10 +79,10 @@ class ImageData:
             DataError: if types, shapes, counts or labels do not fit together.
         """
         arrays = {
-            "train_images": np.asarray(train_images),
-            "train_labels": np.asarray(train_labels),
-            "test_images": np.asarray(test_images),
-            "test_labels": np.asarray(test_labels),
+            "train_images": np.ascontiguousarray(train_images),
+            "train_labels": np.ascontiguousarray(train_labels),
+            "test_images": np.ascontiguousarray(test_images),
+            "test_labels": np.ascontiguousarray(test_labels),
         }
         for split in ("train", "test"):
             _check_split(split, arrays[f"{split}_images"], arrays[f"{split}_labels"])

@@ -370,7 +370,7 @@ def _workers(
 def _check_device(device: str, workers: int) -> None:
     if workers < 1:
         raise FedmaskError(f"{workers} workers were asked for; there must be at least one")
-    kind = torch.device(device).type
+    kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise FedmaskError(f"device {device!r} is not supported; use cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():

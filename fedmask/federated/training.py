@@ -207,4 +207,7 @@ def _resident(images: np.ndarray, labels: Int64[np.ndarray, " samples"], device:
     """Images and labels as tensors where they are read from: mapped memory on the CPU, else the device."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(images).to(device), torch.from_numpy(np.asarray(labels)).to(device)
+        # Through one dimension, so that an axis of size one has its regular stride: PyTorch chooses kernels by
+        # strides, and a process that got the same images by another way would differ in the last bits.
+        flat = torch.from_numpy(np.ascontiguousarray(images)).reshape(-1)
+        return flat.view(images.shape).to(device), torch.from_numpy(np.ascontiguousarray(labels)).to(device)

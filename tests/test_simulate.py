@@ -121,7 +121,7 @@ def test_identical_clients_recover_the_whole_cohort_size_on_the_real_network(wor
 
 
 def exploding() -> nn.Module:
-    """A network whose loss overflows for an image that starts with white."""
+    """A network whose loss is NaN for an image that starts with white."""
 
     class Exploding(nn.Module):
         def __init__(self):
@@ -129,7 +129,7 @@ def exploding() -> nn.Module:
             self.head = nn.Linear(64, 10)
 
         def forward(self, images):
-            poison = torch.where(images[:, 0, 0, 0] > 2, torch.nan, 1.0)
+            poison = torch.where(images[:, 0, 0, 0] > 1, torch.nan, 1.0)
             return self.head(images.flatten(1)) * poison[:, None]
 
     return Exploding()

@@ -51,18 +51,26 @@ def summary_table(protocol: Protocol, summaries: Sequence[tuple[Cell, Mapping[st
 
 
 def cliff(summaries: Sequence[tuple[Cell, Mapping[str, Any]]]) -> str:
-    """The paper's claim in a sentence with its numbers: any full-batch cell recovers more than any minibatch one."""
-    factors: dict[bool, list[float]] = {True: [], False: []}
-    for cell, summary in summaries:
-        if summary["recovery_factor"] is not None:
-            factors[cell.config.batch_size == "full"].append(summary["recovery_factor"])
-    if not factors[True] or not factors[False]:
-        return "The cliff cannot be judged: it takes at least one full-batch and one minibatch cell."
-    low, high = min(factors[True]), max(factors[False])
-    verdict = "seen" if low > high else "not seen"
+    """The paper's cliff as a verdict with its numbers.
+
+    The paper (Table I) sets five full-batch steps, 3.96, against four minibatch steps, 1.36: 2.9 times as
+    much recovered at like numbers of steps. Here every minibatch cell is compared with the full-batch cell
+    of as many local steps, and the cliff counts as seen where the smallest batch recovers less than half.
+    """
+    full = {s["local_steps"]: s["recovery_factor"] for cell, s in summaries if cell.config.batch_size == "full"}
+    pairs = [
+        (cell, summary["recovery_factor"], full[summary["local_steps"]], summary["local_steps"])
+        for cell, summary in summaries
+        if cell.config.batch_size != "full" and full.get(summary["local_steps"]) and summary["recovery_factor"]
+    ]
+    if not pairs:
+        return "The cliff cannot be judged: no minibatch cell makes as many local steps as a full-batch cell."
+    smallest = min(pairs, key=lambda pair: int(pair[0].config.batch_size))
+    verdict = "seen" if smallest[2] > 2 * smallest[1] else "not seen"
+    ratios = ", ".join(f"{ours / low:.1f} times that of batch {cell.config.batch_size}" for cell, low, ours, _ in pairs)
     return (
-        f"The cliff is {verdict}: full batch recovers at least {number(low)}, minibatches at most {number(high)} "
-        "(paper, CIFAR-10: at least 3.96 against at most 1.36)."
+        f"The cliff is {verdict}: at {smallest[3]} local steps the full batch recovers {number(smallest[2])}, "
+        f"{ratios} (paper, CIFAR-10: 3.96 at five full-batch steps, 2.9 times that at four steps of batch 128)."
     )
 
 

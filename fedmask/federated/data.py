@@ -106,7 +106,8 @@ class ImageData:
         """Standard deviation of each channel over the training images; 1 for a constant channel."""
         squares = self._histograms @ np.arange(256) ** 2 / self._histograms.sum(axis=1) / 255**2
         variance = np.maximum(squares - self.channel_mean**2, 0)
-        return np.where(variance > 0, np.sqrt(variance), 1.0)
+        varied = np.count_nonzero(self._histograms, axis=1) > 1
+        return np.where(varied, np.sqrt(variance), 1.0)
 
     @cached_property
     def _histograms(self) -> Int64[np.ndarray, "channels 256"]:
@@ -255,6 +256,8 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
                     if not entry.is_dir() and _is_image(entry.filename):
                         yield entry.filename, _bounded(entry.filename, entry.file_size, partial(archive.read, entry))
         else:
+            if path.suffix.lower() == ".tar" and not _ends_as_tar(path):
+                raise DataError(f"{path.name} cannot be read as an archive (its end is missing); is it whole?")
             with tarfile.open(path, "r|*") as stream:
                 for member in stream:
                     file_object = stream.extractfile(member) if member.isreg() and _is_image(member.name) else None
@@ -262,6 +265,13 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
                         yield member.name, _bounded(member.name, member.size, file_object.read)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, lzma.LZMAError, zlib.error, RuntimeError) as error:
         raise DataError(f"{path.name} cannot be read as an archive ({error}); is it whole?") from None
+
+
+def _ends_as_tar(path: Path) -> bool:
+    # Compressed archives know their end; a plain one cut between two members looks whole but for this.
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1024))
+        return file.read() == bytes(1024)
 
 
 def _bounded(name: str, size: int, read: Callable[[], bytes]) -> bytes:

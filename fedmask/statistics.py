@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float64
-from scipy import stats
+from scipy import special
 
 from fedmask.errors import FedmaskError
 from fedmask.gram import CohortSums, GramMatrices
@@ -70,7 +70,8 @@ class Interval:
 def recovery_factor(cohort: Cohort, *, weighted: bool = False) -> Statistic:
     """1/Δ_S = ‖ΣΔ_k‖² / Σ‖Δ_k‖² (paper, eqs. 3, 8): what one shared mask brings back.
 
-    Weighted, ‖Σa_kΔ_k‖² / Σa_k²‖Δ_k‖² with a_k = n_k/Σn, at most 1/Σa_k². For one client it is 1.
+    Weighted, ‖Σa_kΔ_k‖² / Σa_k²‖Δ_k‖² with a_k = n_k/Σn. Both are at most K_c: unweighted with equality for
+    equal Δ_k, weighted for equal a_kΔ_k; for equal Δ_k the weighted one is 1/Σa_k². For one client they are 1.
     """
     top, bottom = _ratio_parts(_sums(cohort), weighted)
     return _divide(top.sum(), bottom.sum(), _ALL_ZERO)
@@ -153,7 +154,7 @@ def recovery_factor_interval(gram: GramMatrices, *, weighted: bool = False, leve
 
     1/Δ_S scales with the number of clients, so leaving one out estimates another quantity. What is
     jackknifed is q = (1/Δ_S − 1)/(K − 1), which does not depend on K (weighted, K is 1/Σa_k²); the interval
-    for q is mapped back at the full K and cut to the range [0, K] that 1/Δ_S can take.
+    for q is mapped back at the full K and cut to the range from 0 to K_c that 1/Δ_S can take.
     """
     a = gram.counts if weighted else np.ones(len(gram.clients))
     if np.count_nonzero(a) < 3:
@@ -168,7 +169,7 @@ def recovery_factor_interval(gram: GramMatrices, *, weighted: bool = False, leve
     q = (top / bottom - 1) / (sizes - 1)
     low, high = _jackknife(q, level)
     size = float(sizes[0])
-    return Interval(max(0.0, 1 + (size - 1) * low), min(size, 1 + (size - 1) * high), level)
+    return Interval(max(0.0, 1 + (size - 1) * low), min(float(len(a)), 1 + (size - 1) * high), level)
 
 
 def signal_interval(gram: GramMatrices, *, level: float = 0.95) -> Interval:
@@ -235,5 +236,5 @@ def _jackknife(estimates: Float64[np.ndarray, " cohorts"], level: float) -> tupl
     full, without = estimates[0], estimates[1:]
     n = len(without)
     error = np.sqrt((n - 1) / n * np.sum((without - without.mean()) ** 2))
-    reach = stats.t.ppf((1 + level) / 2, n - 1) * error
+    reach = special.stdtrit(n - 1, (1 + level) / 2) * error
     return float(full - reach), float(full + reach)

@@ -90,9 +90,16 @@ def test_statistics_equal_the_papers_formulas(cohort):
 @given(coarse)
 def test_the_recovery_factor_lies_between_0_and_its_bound(cohort):
     gram = gram_of(cohort)
-    for weighted, bound in ((False, len(cohort.updates)), (True, effective_cohort_size(cohort.counts))):
+    for weighted, bound in ((False, len(cohort.updates)), (True, np.count_nonzero(cohort.counts))):
         value = recovery_factor(gram, weighted=weighted).value
         assert value is None or 0 <= value <= bound * (1 + 1e-12)
+
+
+def test_the_weighted_factor_can_exceed_the_effective_cohort_size_and_reaches_the_number_of_clients():
+    """The smallest example: weights 1 and 2, updates 2 and 1, so that a_kΔ_k are equal."""
+    gram = gram_matrices(torch.tensor([[2.0], [1.0]]), Blocks.of({"w": torch.zeros(1)}), counts=[1, 2])
+    assert recovery_factor(gram, weighted=True).value == pytest.approx(2)
+    assert effective_cohort_size([1, 2]) == pytest.approx(1.8)
 
 
 @given(coarse)
@@ -215,4 +222,4 @@ def test_jackknife_leaves_clients_out_as_a_plain_loop_does(cohort):
         reach = {2: 4.302652729911275, 3: 3.182446305284263, 4: 2.7764451051977987}[k - 1] * error
         tolerance = {"rel": 1e-5, "abs": 1e-5}
         assert interval.low == pytest.approx(max(0, 1 + (size - 1) * (centre - reach)), **tolerance)
-        assert interval.high == pytest.approx(min(size, 1 + (size - 1) * (centre + reach)), **tolerance)
+        assert interval.high == pytest.approx(min(k, 1 + (size - 1) * (centre + reach)), **tolerance)

@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -142,8 +143,14 @@ class RunDirectory:
             # Nothing is unpickled that does not have its checksum, and then by PyTorch's restricted loader.
             if not digest.exists() or digest.read_text().strip() != hashlib.sha256(content).hexdigest():
                 continue
-            state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-            return Checkpoint(state["round"], state["parameters"], state["buffers"])
+            try:
+                state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+                return Checkpoint(state["round"], state["parameters"], state["buffers"])
+            except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError):
+                raise RunDirectoryError(
+                    f"{path} has its checksum but is not a checkpoint of fedmask, and nothing of it was executed; "
+                    "remove it to go on from the one before"
+                ) from None
         return None
 
     def _checkpoints(self) -> list[Path]:

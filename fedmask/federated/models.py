@@ -4,7 +4,6 @@ from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedmask.errors import FedmaskError
 
@@ -13,7 +12,7 @@ __all__ = ["STEMS", "SmallCNN", "resnet18"]
 STEMS = ("cifar", "torchvision")
 
 
-def resnet18(*, classes: int = 10, channels: int = 3, stem: str = "cifar", groups: int = 32) -> ResNet:
+def resnet18(*, classes: int = 10, channels: int = 3, stem: str = "cifar", groups: int = 32) -> nn.Module:
     """ResNet-18 (He et al. 2016) with GroupNorm (Wu & He 2018) in place of BatchNorm: 62 parameter tensors.
 
     Args:
@@ -26,11 +25,13 @@ def resnet18(*, classes: int = 10, channels: int = 3, stem: str = "cifar", group
     Raises:
         FedmaskError: if the stem is unknown or the groups do not divide the channels.
     """
+    from torchvision.models.resnet import BasicBlock, ResNet  # here, since importing it takes seconds
+
     if stem not in STEMS:
         raise FedmaskError(f"stem {stem!r} is unknown; use one of {', '.join(STEMS)}")
     if groups < 1 or 64 % groups:
         raise FedmaskError(f"groups is {groups}; it must divide ResNet-18's 64 channels")
-    model = ResNet(BasicBlock, [2, 2, 2, 2], num_classes=classes, norm_layer=partial(nn.GroupNorm, groups))
+    model: nn.Module = ResNet(BasicBlock, [2, 2, 2, 2], num_classes=classes, norm_layer=partial(nn.GroupNorm, groups))
     if stem == "cifar":
         model.conv1 = nn.Conv2d(channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
         model.maxpool = nn.Identity()

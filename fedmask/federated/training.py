@@ -161,8 +161,7 @@ def initial_model(config: RunConfig, data: ImageData, factory: ModelFactory | No
         if factory is not None:
             return factory()
         if config.model == "resnet18":
-            network: nn.Module = resnet18(classes=classes, channels=channels, stem=config.stem, groups=config.groups)
-            return network
+            return resnet18(classes=classes, channels=channels, stem=config.stem, groups=config.groups)
         if config.model == "cnn":
             return SmallCNN(classes=classes, channels=channels, groups=config.groups)
     raise FedmaskError(

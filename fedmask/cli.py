@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool | None) -> None:
     if wanted:
         typer.echo(f"fedmask {fedmask.__version__}")
         raise typer.Exit
@@ -39,8 +39,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+        bool | None,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = None,
 ) -> None:
     pass
 

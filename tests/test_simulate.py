@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -240,3 +243,41 @@ def test_the_masked_mean_on_cuda_equals_that_on_the_cpu():
     one, other = (masked_mean(u, blocks, masks=masks, p=0.5) for u in (updates, updates.cuda()))
     assert torch.allclose(one.mean, other.mean.cpu(), rtol=1e-6)
     assert other.gram.values == pytest.approx(one.gram.values, rel=1e-10)
+
+
+def test_batch_norm_counters_stay_integers_through_masked_rounds_and_checkpoints(digits, tmp_path):
+    config = dataclasses.replace(CONFIG, model="mine", mask="independent", p=0.3, batch_size="full")
+    run(config, digits, model=WithBatchNorm, out=tmp_path)
+    buffers = torch.load(tmp_path / "checkpoints" / "round-000003.pt", weights_only=True)["buffers"]
+    assert buffers["net.2.num_batches_tracked"].dtype == torch.int64
+    assert buffers["net.2.num_batches_tracked"].item() == 3  # one full batch a round, and masks do not touch it
+    assert buffers["net.2.running_var"].dtype == torch.float32
+
+
+MEASURED = """
+import os, resource
+from fedmask.federated import RunConfig, load_data, simulate
+config = RunConfig(clients={clients}, cohort=10, rounds=5, model="cnn", groups=8, local_steps=1, batch_size=1)
+files = []
+count = lambda _: files.append(len(os.listdir("/proc/self/fd")))
+simulate(config, data=load_data("digits"), workers=1, on_progress=count)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, files[0], files[-1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted through /proc")
+def test_memory_and_open_files_do_not_grow_with_clients():
+    measured = []
+    for clients in (10, 1000):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED.format(clients=clients)], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        measured.append([int(word) for word in done.stdout.split()])
+    (few, first, last), (many, first_of_many, last_of_many) = measured
+    print(
+        f"peak memory {few / 1024:.0f} MB with 10 clients, {many / 1024:.0f} MB with 1,000; open files {last_of_many}"
+    )
+    assert first == last == first_of_many == last_of_many
+    assert many < 1.05 * few

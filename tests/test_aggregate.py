@@ -175,7 +175,7 @@ def test_updates_longer_than_a_chunk_of_every_type(granularity, dtype):
 @pytest.mark.parametrize("statistics", [True, False])
 def test_a_nonfinite_update_is_an_error_that_names_client_and_block(value, statistics):
     blocks = Blocks.of({"conv.weight": torch.zeros(3), "conv.bias": torch.zeros(2)})
-    updates = torch.ones(10, 5)
+    updates = torch.arange(50.0).view(10, 5)
     updates[6, 4] = value
     ids = list(range(100, 110))
     with pytest.raises(NonFiniteUpdateError, match=r"client 106 .* block 'conv.bias'") as caught:

@@ -14,6 +14,7 @@ from fedmask import (
     bernoulli_mask,
     cohort_masks,
     fixed_size_mask,
+    masks,
 )
 from fedmask.randomness import Purpose, words
 
@@ -142,6 +143,12 @@ def test_a_fixed_size_mask_refuses_a_correlation_and_an_impossible_size():
         fixed_size_mask(seed=0, round_=0, client=0, blocks=4, kept=2, sharing=Correlated(0.5))
     with pytest.raises(FedmaskError, match="kept is 5"):
         fixed_size_mask(seed=0, round_=0, client=0, blocks=4, kept=5)
+
+
+def test_the_smallest_word_is_kept_by_no_p_of_0_and_the_largest_by_p_of_1():
+    extreme = np.array([0, 2**64 - 1], dtype=np.uint64)
+    assert not masks._below(extreme, np.array([0.0])).any()
+    assert masks._below(extreme, np.array([1.0])).all()
 
 
 def test_seed_0_is_a_seed():

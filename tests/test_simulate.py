@@ -85,6 +85,22 @@ def test_two_rounds_are_fedavg_written_out(digits):
     assert final.numpy() == pytest.approx(weights.numpy(), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [7, 60, 500])
+def test_the_logged_accuracy_is_that_of_the_whole_test_set(digits, size):
+    config = dataclasses.replace(CONFIG, rounds=1, evaluation_batch=size)
+    result = run(config, digits)
+    trainer = Trainer(
+        dataclasses.replace(config, evaluation_batch=60),
+        digits,
+        dirichlet_partition(digits.train_labels, config.clients, config.alpha, config.seed),
+        None,
+    )
+    loss, correct = trainer.evaluate(trainer.blocks.flatten(result.weights), {}, 0)
+    assert correct > 0
+    assert result.records[0]["accuracy"] == correct / 60
+    assert result.records[0]["loss"] == pytest.approx(loss / 60, rel=1e-6)
+
+
 def test_p_1_masked_is_the_dense_run_to_the_byte(digits):
     masked = dataclasses.replace(CONFIG, mask="independent", p=1.0)
     assert same(run(CONFIG, digits), run(masked, digits))

@@ -60,7 +60,12 @@ class Instance:
 
 
 def draw_instance(
-    random: Random, *, clients: int | None = None, definite: bool | None = None, uniform: bool = False
+    random: Random,
+    *,
+    clients: int | None = None,
+    definite: bool | None = None,
+    uniform: bool = False,
+    least_blocks: int = 1,
 ) -> Instance:
     """A small instance of random integers over small denominators: one to three clients, one to three blocks.
 
@@ -69,8 +74,9 @@ def draw_instance(
         clients: K_c, if not drawn.
         definite: a positive definite Hessian (True), any symmetric one (None).
         uniform: equal weights.
+        least_blocks: the fewest blocks.
     """
-    blocks = random.randint(1, 3)
+    blocks = random.randint(least_blocks, 3)
     k = random.randint(1, 3) if clients is None else clients
     owner = tuple(b for b in range(blocks) for _ in range(random.randint(1, 2)))
     d = len(owner)

@@ -228,11 +228,13 @@ def _sandwich(m: list[Vector], s: list[Vector]) -> list[Vector]:
 
 @dataclass(frozen=True)
 class Remainder:
-    """Order of |E l(masked) − l(dense) − R| in the update's scale, by p and by where H is taken."""
+    """|E l(masked) − l(dense) − R|: its order in the update's scale, by p and by where H is taken; the coefficient
+    of R; the cubic term's coefficient; and how it grows as p falls."""
 
     order: Callable[[float, str], float]
     coefficient: Callable[[Any], Any] = lambda p: (1 - p) / (2 * p)
     cubic: Callable[[Any], Any] = lambda p: -(1 - p) * (1 - 2 * p) / (6 * p**2)
+    growth: Callable[[float], float] = lambda p: (1 - p) * (1 - 2 * p) / p**2
 
 
 def remainder_network(formula: Remainder, context: Context) -> Outcome:
@@ -243,40 +245,69 @@ def remainder_network(formula: Remainder, context: Context) -> Outcome:
         for p, where, slope in _slopes(formula, network, inputs):
             words.append(f"{slope:.2f}")
             claimed = formula.order(p, where)
-            if abs(slope - claimed) > 0.4:
+            # Where the cubic term vanishes the next ones may too, so there the order is a lower bound.
+            if slope < claimed - 0.4 or (slope > claimed + 0.4 and claimed < 4):
                 return Outcome(False, f"slope {slope:.2f} at p = {p}, H {where} the step; {claimed:g} claimed")
-    return Outcome(True, "slopes " + " ".join(words), samples=len(words))
+    network, inputs = _networks()[0]
+    loss, blocks, theta = _flat_loss(network, inputs)
+    directions, probabilities = _directions(len(theta)) / 256, (0.3, 0.2, 0.1, 0.05)
+    rest = [_remainder(formula, loss, blocks, theta, directions, p, hessian(loss)) for p in probabilities]
+    growth = np.array(rest) / [formula.growth(p) for p in probabilities]
+    spread = float(growth.max() / growth.min())
+    if spread > 1.3:
+        return Outcome(False, f"growth with 1/p is off by {spread:.2f} between p = 0.3 and 0.05")
+    return Outcome(True, f"slopes {' '.join(words)}; growth in p to {100 * (spread - 1):.0f} %", samples=len(words) + 4)
 
 
 def _slopes(formula: Remainder, network: nn.Module, inputs: torch.Tensor) -> Iterator[tuple[float, str, float]]:
     """(p, where H is taken, slope of log remainder against log scale of the update)."""
-    blocks = Blocks.of(network)
-    theta = blocks.flatten(dict(network.named_parameters())).detach()
-    labels = torch.arange(len(inputs)) % 3
+    loss, blocks, theta = _flat_loss(network, inputs)
+    directions, scales = _directions(len(theta)), (1 / 8, 1 / 16, 1 / 32)
+    at_theta = hessian(loss)(theta)
+    for p, where in itertools.product((0.5, 0.7), ("after", "before")):
+        curvature = hessian(loss) if where == "after" else lambda _: at_theta
+        rest = [_remainder(formula, loss, blocks, theta, scale * directions, p, curvature) for scale in scales]
+        yield p, where, float(np.polyfit(np.log(scales), np.log(rest), 1)[0])
+
+
+def _flat_loss(
+    network: nn.Module, inputs: torch.Tensor
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Blocks, torch.Tensor]:
+    """The network's loss as a function of its flat parameters, their blocks, and where they are."""
+    blocks, labels = Blocks.of(network), torch.arange(len(inputs)) % 3
 
     def loss(flat: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(functional_call(network, blocks.views(flat), (inputs,)), labels)
 
+    return loss, blocks, blocks.flatten(dict(network.named_parameters())).detach()
+
+
+def _directions(parameters: int) -> torch.Tensor:
+    """Several, since the remainder along one of them may be passing through zero."""
+    directions = torch.randn(6, parameters, dtype=torch.float64)
+    return 0.3 * directions / directions.norm(dim=1, keepdim=True)
+
+
+def _remainder(
+    formula: Remainder,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    blocks: Blocks,
+    theta: torch.Tensor,
+    steps: torch.Tensor,
+    p: float,
+    curvature: Callable[[torch.Tensor], torch.Tensor],
+) -> float:
+    """Root sum of squares over steps of E l(θ − masked) − l(θ − step) − R, with all 2^B masks."""
     owner = torch.repeat_interleave(torch.arange(blocks.count), torch.from_numpy(blocks.sizes))
     same = owner[:, None] == owner[None, :]
     masks = torch.tensor(list(itertools.product((0.0, 1.0), repeat=blocks.count)), dtype=torch.float64)
-    # Over several directions, since the remainder in one of them may be passing through zero.
-    directions = torch.randn(6, len(theta), dtype=torch.float64)
-    directions *= 0.3 / directions.norm(dim=1, keepdim=True)
-    scales = (1 / 4, 1 / 8, 1 / 16)
-    at_theta = hessian(loss)(theta)
-    for p, where in itertools.product((0.5, 0.7), ("after", "before")):
-        chances = (p**masks * (1 - p) ** (1 - masks)).prod(dim=1)
-        rest = []
-        for scale in scales:
-            squares = 0.0
-            for step in scale * directions:
-                h = hessian(loss)(theta - step) if where == "after" else at_theta
-                penalty = formula.coefficient(p) * float(step @ (h * same) @ step)
-                expected = float(chances @ torch.vmap(loss)(theta - masks[:, owner] / p * step))
-                squares += (expected - float(loss(theta - step)) - penalty) ** 2
-            rest.append(squares**0.5)
-        yield p, where, float(np.polyfit(np.log(scales), np.log(rest), 1)[0])
+    chances = (p**masks * (1 - p) ** (1 - masks)).prod(dim=1)
+    squares = 0.0
+    for step in steps:
+        penalty = formula.coefficient(p) * float(step @ (curvature(theta - step) * same) @ step)
+        expected = float(chances @ torch.vmap(loss)(theta - masks[:, owner] / p * step))
+        squares += (expected - float(loss(theta - step)) - penalty) ** 2
+    return squares**0.5
 
 
 def _networks() -> list[tuple[nn.Module, torch.Tensor]]:
@@ -398,6 +429,8 @@ CLAIMS = (
             "cubic at p = ½ too": replace(REMAINDER, order=lambda p, where: 3.0),
             "quartic everywhere": replace(REMAINDER, order=lambda p, where: 4.0),
             "coefficient (1−p)/p": replace(REMAINDER, coefficient=lambda p: (1 - p) / p),
+            "growth like 1/p": replace(REMAINDER, growth=lambda p: (1 - p) * (1 - 2 * p) / p),
+            "growth like 1/p³": replace(REMAINDER, growth=lambda p: (1 - p) * (1 - 2 * p) / p**3),
             "cubic term with a plus": replace(REMAINDER, cubic=lambda p: (1 - p) * (1 - 2 * p) / (6 * p**2)),
         },
         ("third-order regularity",),

@@ -47,7 +47,6 @@ class Penalty:
     scheme: Scheme
     value: Callable[[Setting, Sums], Any]
     one_client: bool = False
-    uniform: bool = False
 
 
 SYMBOLS = Sums(ALL, OWN, SHARED, BOTH)
@@ -66,14 +65,13 @@ def exhaustive(formula: Penalty, context: Context) -> Outcome:
     """The expectation over every mask of the cohort, in rationals, on definite and indefinite Hessians."""
 
     def draw(random: Random) -> Instance:
-        clients = 1 if formula.one_client else None
-        instance = draw_instance(random, clients=clients, definite=random.choice((True, None)), uniform=formula.uniform)
-        while formula.scheme.kind == "fixed" and instance.blocks < 2:
-            instance = draw_instance(random, clients=clients, uniform=formula.uniform)
-        if formula.scheme.kind == "fixed":
+        fixed, clients = formula.scheme.kind == "fixed", 1 if formula.one_client else None
+        if formula.scheme.kind == "correlated":  # the shared bits come on top of every client's own
+            clients = 2
+        definite = random.choice((True, None))
+        instance = draw_instance(random, clients=clients, definite=definite, least_blocks=2 if fixed else 1)
+        if fixed:
             return replace(instance, p=Fraction(random.randint(1, instance.blocks), instance.blocks))
-        while formula.scheme.kind == "correlated" and instance.clients * instance.blocks > 6:
-            instance = draw_instance(random, uniform=formula.uniform)
         return instance
 
     def holds(instance: Instance) -> bool:

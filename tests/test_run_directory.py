@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedmask import RunDirectoryError
-from fedmask.federated import ImageData, RunConfig, load_data, simulate
+from fedmask.federated import ImageData, RunConfig, directory, load_data, simulate
 
 from .kill_harness import results
 
@@ -160,6 +160,15 @@ def test_other_data_is_another_configuration(go, digits):
     )
     with pytest.raises(RunDirectoryError, match="data.fingerprint"):
         simulate(CONFIG, data=other, out=out, workers=1)
+
+
+def test_an_overwriting_that_was_cut_short_can_be_repeated(go, monkeypatch):
+    out = go()
+    monkeypatch.setattr(directory.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    go(overwrite=True)
+    monkeypatch.undo()
+    assert (out / "config.json").exists()
+    assert len(results(go(overwrite=True))) == 7
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

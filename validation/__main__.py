@@ -52,6 +52,6 @@ if __name__ == "__main__":
     use_utf8()
     try:
         app()
-    except FedmaskError as error:
+    except (FedmaskError, OSError) as error:
         typer.echo(f"validation: {error}", err=True)
         sys.exit(2)

@@ -168,7 +168,7 @@ class RunDirectory:
                 f"{self.path} holds {strange[0] if strange else 'files but no config.json'}, which no run wrote; "
                 "it is not overwritten: choose another directory"
             )
-        for name in _OWN:
+        for name in reversed(_OWN):  # config.json last, so that a clearing cut short can be repeated
             child = self.path / name
             shutil.rmtree(child) if child.is_dir() else child.unlink(missing_ok=True)
 

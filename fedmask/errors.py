@@ -20,7 +20,7 @@ class NonFiniteUpdateError(FedmaskError):
     def __init__(self, client: int, block: str, detail: str = "NaN or infinity") -> None:
         super().__init__(
             f"client {client} sent {detail} in block {block!r}; the model is unchanged. "
-            'Leave the client out, or pass on_nonfinite="skip" to drop it and reweight the rest'
+            'Leave the client out, or skip it and reweight the rest: on_nonfinite="skip", --on-nonfinite skip'
         )
         self.client = client
         self.block = block

@@ -174,6 +174,12 @@ def test_a_derivation_is_printed_readably_and_as_latex():
         claim_named("nothing")
 
 
+@pytest.mark.parametrize("claim", [c for c in CLAIMS if "symbolic" in c.checks], ids=lambda claim: claim.id)
+def test_a_claim_that_is_proved_shows_its_proof(claim):
+    assert claim.derivation is not None
+    assert "\n1. " in derivation_text(claim)
+
+
 def test_results_of_some_levels_only_are_reported_alone():
     report = results_json(list(verify(1, only=["fedexp"], levels=["symbolic"], workers=1)), 1)
     assert list(report["claims"][0]["levels"]) == ["symbolic"]

@@ -16,7 +16,7 @@ from torch.func import functional_call, hessian
 from fedmask import Blocks
 from theory.checking import for_all, identical
 from theory.quadratics import Instance, Vector, dot, draw_instance, mean
-from theory.registry import Claim, Context, Outcome
+from theory.registry import Claim, Context, Outcome, Step
 
 __all__ = ["CLAIMS"]
 
@@ -339,6 +339,43 @@ def remainder_symbolic(formula: Remainder, context: Context) -> Outcome:
     return identical(cubic - formula.cubic(p), "cubic term −(1−p)(1−2p)/(6p²)")
 
 
+def perturbed_steps() -> list[Step]:
+    """Second order in the perturbation of the mean."""
+    a1, a2, v1, v2, h, g, s = sp.symbols("a1 a2 v1 v2 h g s", real=True)
+    return [
+        Step(
+            "A shift s of the mean step plus zero-mean parts ζ_k: E ξ² for ξ = s + a1 ζ1 + a2 ζ2",
+            s**2 + a1**2 * v1 + a2**2 * v2,
+        ),
+        Step("E of −gξ + hξ²/2, the excess", -g * s + h * (s**2 + a1**2 * v1 + a2**2 * v2) / 2),
+        Step("The shift's own excess is whole; what is independent across clients carries a_k²"),
+    ]
+
+
+def remainder_steps() -> list[Step]:
+    """Moments of 1 − m/p."""
+    p = sp.Symbol("p", positive=True)
+
+    def moment(j: int) -> sp.Expr:
+        return sp.factor(p * (1 - 1 / p) ** j + (1 - p))
+
+    return [
+        Step("About θ − Δ the masked step leaves (1 − m/p)Δ: its first moment", sp.simplify(moment(1))),
+        Step("its second moment over 2: the coefficient of Δᵀ H_bb Δ", sp.factor(moment(2) / 2)),
+        Step("its third moment over 6: the coefficient of T[Δ, Δ, Δ], zero at p = ½", sp.factor(moment(3) / 6)),
+    ]
+
+
+def granularity_steps() -> list[Step]:
+    """The same sum of squares as for the recovery factor's bound, over blocks."""
+    v = sp.symbols("v1:4", real=True)
+    gap = sp.expand(3 * sum(x**2 for x in v) - sum(v) ** 2)
+    return [
+        Step("H = H^½ H^½ for a positive semidefinite H; with v_b = H^½ Δ^(b), B Σ‖v_b‖² − ‖Σv_b‖² for B = 3", gap),
+        Step("It is the sum over pairs of blocks of ‖v_b − v_c‖², so not negative", sp.factor(gap)),
+    ]
+
+
 INDEPENDENT_NOISE = Perturbed(_diluted, shifted=False)
 SHIFT = Perturbed(_diluted, shifted=True)
 RECURSION = Recursion(lambda p: (1 - p) / p)
@@ -361,6 +398,7 @@ CLAIMS = (
             "no second order": replace(INDEPENDENT_NOISE, value=lambda a, f, s: s),
         },
         ("E ξ_k = 0", "independent across clients"),
+        derivation=perturbed_steps,
     ),
     Claim(
         "mean-shift",
@@ -374,6 +412,7 @@ CLAIMS = (
             "the shift ignored": replace(SHIFT, value=lambda a, f, s: _diluted(a, f, 0 * s)),
             "the noise undiluted": replace(SHIFT, value=lambda a, f, s: sum(f) + s),
         },
+        derivation=perturbed_steps,
     ),
     Claim(
         "granularity-order",
@@ -389,6 +428,7 @@ CLAIMS = (
         },
         ("H positive semidefinite",),
         note="H = (1, −1)(1, −1)ᵀ and Δ = (1, 1): elements charge 2, the model 0; H = 11ᵀ: 2 and 4.",
+        derivation=granularity_steps,
     ),
     Claim(
         "random-groups",
@@ -434,5 +474,6 @@ CLAIMS = (
             "cubic term with a plus": replace(REMAINDER, cubic=lambda p: (1 - p) * (1 - 2 * p) / (6 * p**2)),
         },
         ("third-order regularity",),
+        derivation=remainder_steps,
     ),
 )

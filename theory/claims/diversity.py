@@ -12,7 +12,7 @@ import torch
 from fedmask import Blocks, fedexp_step, gram_matrices, recovery_factor, signal
 from theory.checking import for_all, identical
 from theory.quadratics import Instance, Vector, dot, draw_instance, expected, masked_mean, mean
-from theory.registry import Claim, Context, Outcome
+from theory.registry import Claim, Context, Outcome, Step
 from theory.schemes import Scheme, exact_masks
 
 __all__ = ["CLAIMS"]
@@ -227,19 +227,19 @@ def _cross(updates: Updates) -> Fraction:
 
 
 @dataclass(frozen=True)
-class Step_:
+class FedExpStep:
     """FedExP's step before the max, as a function of K_c and Δ_S."""
 
     value: Callable[[Any, Any], Any]
 
 
-def fedexp_symbolic(formula: Step_, context: Context) -> Outcome:
+def fedexp_symbolic(formula: FedExpStep, context: Context) -> Outcome:
     """Σ‖Δ‖²/(2K_c‖Δ̄‖²) with ‖Δ̄‖² = ‖ΣΔ‖²/K_c²."""
     k, sums, square = sp.symbols("K_c A_sum S", positive=True)
     return identical(sums / (2 * k * square / k**2) - formula.value(k, sums / square), "identity in K_c and the sums")
 
 
-def fedexp_exhaustive(formula: Step_, context: Context) -> Outcome:
+def fedexp_exhaustive(formula: FedExpStep, context: Context) -> Outcome:
     """Production's step is the larger of one and the claimed value."""
 
     def holds(updates: Updates) -> bool:
@@ -250,6 +250,54 @@ def fedexp_exhaustive(formula: Step_, context: Context) -> Outcome:
         return produced is not None and abs(produced - claimed) <= 1e-9 * claimed
 
     return for_all(draw_updates, holds, context, "fedexp", count=60)
+
+
+def ratio_steps() -> list[Step]:
+    """From Propositions 2 and 3."""
+    c, k, n, d = sp.symbols("c K_c N D", positive=True)
+    shared, independent = c * n / k**2, c * d / k**2
+    return [
+        Step(
+            "Proposition 3 for equal weights: the mean is the sum over K_c; N = Σ_b ‖ΣΔ_k^(b)‖²_H, c = (1−p)/(2p)",
+            shared,
+        ),
+        Step("Proposition 2 for equal weights; D = Σ_k Σ_b ‖Δ_k^(b)‖²_H", independent),
+        Step("The coefficient and K_c² cancel in the ratio", sp.simplify(shared / independent)),
+        Step("With H_bb = c_b I a block's norms are c_b times the Euclidean ones; one common c cancels too: 1/Δ_S"),
+    ]
+
+
+def bound_steps() -> list[Step]:
+    """A sum of squares."""
+    v = sp.symbols("v1:4", real=True)
+    gap = 3 * sum(x**2 for x in v) - sum(v) ** 2
+    return [
+        Step("Write v_k = a_kΔ_k; K_cΣ‖v_k‖² − ‖Σv_k‖², shown for K_c = 3 and one coordinate", sp.expand(gap)),
+        Step("It is the sum over pairs of ‖v_k − v_l‖²", sum((v[i] - v[j]) ** 2 for i in range(3) for j in range(i))),
+        Step("Their difference", sp.expand(gap - sum((v[i] - v[j]) ** 2 for i in range(3) for j in range(i)))),
+        Step("So the factor is at most K_c, with equality just where all v_k are equal"),
+    ]
+
+
+def below_steps() -> list[Step]:
+    """The cross products decide."""
+    u = sp.symbols("u1:4", real=True)
+    return [
+        Step(
+            "1/Δ_S < 1 says ‖ΣΔ_k‖² < Σ‖Δ_k‖²; their difference, for K_c = 3",
+            sp.expand(sum(u) ** 2 - sum(x**2 for x in u)),
+        ),
+        Step("That is twice the sum of cross products; and μ̂² is it over K_c(K_c − 1), so has its sign"),
+    ]
+
+
+def fedexp_steps() -> list[Step]:
+    """‖Δ̄‖² = ‖ΣΔ_k‖²/K_c²."""
+    k, total, square = sp.symbols("K_c D N", positive=True)
+    return [
+        Step("FedExP's ratio, with D = Σ‖Δ_k‖² and ‖Δ̄‖² = N/K_c²", total / (2 * k * (square / k**2))),
+        Step("As Δ_S = D/N, this is (K_c/2)·Δ_S", sp.simplify(total / (2 * k * (square / k**2)))),
+    ]
 
 
 HESSIAN = Ratio(_weighted_mean, common=False, hessian_weighted=True)
@@ -274,6 +322,7 @@ CLAIMS = (
         },
         ("R_ind ≠ 0",),
         note="For an indefinite H the penalties can be negative and the ratio is not bounded by K_c.",
+        derivation=ratio_steps,
     ),
     Claim(
         "recovery-per-block",
@@ -287,6 +336,7 @@ CLAIMS = (
             "plain mean of the blocks' factors": replace(PER_BLOCK, value=_mean_of_factors),
         },
         ("H_bb = c_b I",),
+        derivation=ratio_steps,
     ),
     Claim(
         "recovery-euclidean",
@@ -301,6 +351,7 @@ CLAIMS = (
             "mean of the blocks' factors": replace(EUCLIDEAN, value=_mean_of_factors),
         },
         ("H_bb = c I with the same c for all blocks", "equal weights"),
+        derivation=ratio_steps,
     ),
     Claim(
         "bound",
@@ -314,6 +365,7 @@ CLAIMS = (
             "K_c + 1": replace(COHORT, largest=lambda a: len(a) + 1),
             "K_c²": replace(COHORT, largest=lambda a: len(a) ** 2),
         },
+        derivation=bound_steps,
     ),
     Claim(
         "bound-weighted",
@@ -327,6 +379,7 @@ CLAIMS = (
             "K_c for equal updates": replace(WEIGHTED, for_equal=len),
         },
         note="The effective cohort size is no bound: weights 1 : 2 and updates 2, 1 give 2, and 1/Σa_k² is 1.8.",
+        derivation=bound_steps,
     ),
     Claim(
         "below-one",
@@ -342,19 +395,21 @@ CLAIMS = (
             "norms counted too": lambda updates: _cross(updates) + total_norm(updates) < 0,
             "at most zero": lambda updates: _cross(updates) <= 0,
         },
+        derivation=below_steps,
     ),
     Claim(
         "fedexp",
         "FedExP's server step is (K_c/2)·Δ_S",
         "FedExP, finding 7",
         "Σ‖Δ_k‖²/(2K_c‖Δ̄‖²) = (K_c/2)·Δ_S",
-        Step_(lambda k, diversity: k * diversity / 2),
+        FedExpStep(lambda k, diversity: k * diversity / 2),
         {"symbolic": fedexp_symbolic, "exhaustive": fedexp_exhaustive},
         {
-            "K_c·Δ_S": Step_(lambda k, diversity: k * diversity),
-            "Δ_S/2": Step_(lambda k, diversity: diversity / 2),
-            "K_c/(2Δ_S)": Step_(lambda k, diversity: k / (2 * diversity)),
+            "K_c·Δ_S": FedExpStep(lambda k, diversity: k * diversity),
+            "Δ_S/2": FedExpStep(lambda k, diversity: diversity / 2),
+            "K_c/(2Δ_S)": FedExpStep(lambda k, diversity: k / (2 * diversity)),
         },
         ("ε = 0", "equal weights", "before the max with 1"),
+        derivation=fedexp_steps,
     ),
 )

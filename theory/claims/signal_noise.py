@@ -15,7 +15,7 @@ from fedmask import Blocks, gram_matrices, noise, signal
 from theory.checking import for_all, identical, sampled_outcome
 from theory.claims.diversity import Updates, as_gram, draw_updates, factor, norm_of_total, total_norm
 from theory.quadratics import dot
-from theory.registry import Claim, Context, Outcome
+from theory.registry import Claim, Context, Outcome, Step
 from theory.sequences import sampled_mean_equals
 
 __all__ = ["CLAIMS"]
@@ -260,6 +260,32 @@ def attribution_exhaustive(formula: Attribution, context: Context) -> Outcome:
     return for_all(draw, holds, context, "attribution", count=10)
 
 
+def identity_steps() -> list[Step]:
+    """Substitution of the estimators."""
+    sigma = (A - B) / (1 - 1 / K)
+    r = sp.simplify((A - sigma) / sigma)
+    return [
+        Step("σ̂² by (13)", sigma),
+        Step("r = μ̂²/σ̂² with μ̂² = A − σ̂² by (14)", r),
+        Step("(K_c r + 1)/(r + 1)", sp.simplify((K * r + 1) / (r + 1))),
+        Step("which is ‖ΣΔ_k‖²/Σ‖Δ_k‖² = K_c²B/(K_cA), in every round"),
+    ]
+
+
+def minibatch_steps() -> list[Step]:
+    """Moments of the indicators of a batch."""
+    b, n, s2 = sp.symbols("b n S2", positive=True)
+    same, other = b / n, b * (b - 1) / (n * (n - 1))
+    return [
+        Step("A batch of b of n: E z_i z_j for i ≠ j", other),
+        Step(
+            "Centred gradients have Σ‖g_i‖² = (n−1)S² and Σ_{i≠j}⟨g_i, g_j⟩ = −(n−1)S²; the mean's variance",
+            (same - other) * (n - 1) * s2 / b**2,
+        ),
+        Step("simplified: (S²/b)(1 − b/n)", sp.factor(sp.simplify((same - other) * (n - 1) * s2 / b**2))),
+    ]
+
+
 IDENTITY = SignalNoise(
     lambda k, r: (k * r + 1) / (r + 1),
     lambda a, b, k: (a - b) / (1 - Fraction(1) / k if isinstance(k, int) else 1 - 1 / k),
@@ -284,6 +310,7 @@ CLAIMS = (
             "K_c r/(r + 1)": replace(IDENTITY, factor=lambda k, r: k * r / (r + 1)),
             "noise about the cohort's mean": replace(IDENTITY, noise=lambda a, b, k: a - b, signal=lambda a, b, k: b),
         },
+        derivation=identity_steps,
     ),
     Claim(
         "estimators",
@@ -331,6 +358,7 @@ CLAIMS = (
             "correction (n−b)/(n−1)": lambda covariance, b, n: covariance * (n - b) / (b * (n - 1)),
         },
         ("batches without replacement", "learning rate 1; the noise scales with its square"),
+        derivation=minibatch_steps,
     ),
     Claim(
         "attribution",

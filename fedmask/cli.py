@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +13,7 @@ from rich.console import Console
 import fedmask
 from fedmask.aggregate import OnNonfinite
 from fedmask.blocks import Granularity
-from fedmask.display import RunDisplay, number, percent, rounds_table, use_utf8
+from fedmask.display import RunDisplay, number, percent, rounds_table, run_app
 from fedmask.errors import FedmaskError
 from fedmask.federated import RunConfig, load_data, simulate
 from fedmask.federated.config import Control, Mask
@@ -214,19 +213,8 @@ def simulate_command(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one line on standard error and exit code 2."""
-    use_utf8()
-    try:
-        app()
-    except FedmaskError as error:
-        typer.echo(f"fedmask: {error}", err=True)
-        sys.exit(2)
-    except OSError as error:
-        typer.echo(
-            f"fedmask: {error}; what was written before is whole: mend it and run the same command again",
-            err=True,
-        )
-        sys.exit(2)
+    """Run the command line."""
+    run_app(app, "fedmask")
 
 
 def _batch_size(text: str) -> Any:

@@ -1,7 +1,7 @@
 """What a person sees of a run: a live line on a terminal, one line a round elsewhere, and a table."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -10,9 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from fedmask.errors import FedmaskError
 from fedmask.federated import Progress, RoundRecord
 
-__all__ = ["RunDisplay", "number", "percent", "rounds_table"]
+__all__ = ["RunDisplay", "number", "percent", "rounds_table", "run_app"]
 
 
 class RunDisplay:
@@ -99,8 +100,17 @@ def _figures(record: RoundRecord) -> str:
     )
 
 
-def use_utf8() -> None:
-    """Print σ² and ∇ also where the terminal's encoding is an older one."""
+def run_app(app: Callable[[], object], name: str) -> None:
+    """Run a command line in UTF-8 whatever the terminal's encoding; an expected error is one line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        app()
+    except FedmaskError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        hint = "what was written before is whole: mend it and run the same command again"
+        print(f"{name}: {error}; {hint}", file=sys.stderr)
+        sys.exit(2)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from fedmask.display import use_utf8
+from fedmask.display import run_app
 from fedmask.errors import FedmaskError
 from fedmask.files import to_json
 from fedmask.randomness import fresh_seed
@@ -147,9 +147,4 @@ def _seed(seed: int | None) -> int:
 
 
 if __name__ == "__main__":
-    use_utf8()
-    try:
-        app()
-    except FedmaskError as error:
-        typer.echo(f"theory: {error}", err=True)
-        sys.exit(2)
+    run_app(app, "theory")

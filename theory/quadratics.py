@@ -5,12 +5,12 @@ an expectation is checked by ``==``.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 
-__all__ = ["Instance", "Vector", "all_masks", "dot", "draw_instance", "masked_mean", "mean"]
+__all__ = ["Instance", "Vector", "all_masks", "dot", "draw_instance", "expected", "masked_mean", "mean"]
 
 Vector = list[Fraction]
 Mask = tuple[tuple[int, ...], ...]  # [client][block]
@@ -143,8 +143,3 @@ def all_masks(instance: Instance, shared: bool) -> Iterator[tuple[Fraction, Mask
 def expected(masks: Iterator[tuple[Fraction, Mask]], value: Callable[[Mask], Fraction]) -> Fraction:
     """Σ probability · value: the expectation, exactly."""
     return sum((probability * value(mask) for probability, mask in masks), Fraction(0))
-
-
-def squared_norms(vectors: Sequence[Vector]) -> list[Fraction]:
-    """‖v‖² of each."""
-    return [dot(v, v) for v in vectors]

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedmask.display import use_utf8
-from fedmask.errors import FedmaskError
+from fedmask.display import run_app
 from validation.protocol import load_protocol, protocol_names
 from validation.run import cliff, run_protocol, summary_table
 
@@ -49,9 +48,4 @@ def run(
 
 
 if __name__ == "__main__":
-    use_utf8()
-    try:
-        app()
-    except (FedmaskError, OSError) as error:
-        typer.echo(f"validation: {error}", err=True)
-        sys.exit(2)
+    run_app(app, "validation")

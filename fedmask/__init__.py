@@ -24,6 +24,7 @@ from fedmask.masks import (
 from fedmask.statistics import (
     Interval,
     Statistic,
+    correlation_for_recovery,
     cosines,
     effective_cohort_size,
     fedexp_step,
@@ -61,6 +62,7 @@ __all__ = [
     "Synchronized",
     "bernoulli_mask",
     "cohort_masks",
+    "correlation_for_recovery",
     "cosines",
     "effective_cohort_size",
     "fedexp_step",

@@ -19,6 +19,7 @@ from fedmask.gram import CohortSums, GramMatrices
 __all__ = [
     "Interval",
     "Statistic",
+    "correlation_for_recovery",
     "cosines",
     "effective_cohort_size",
     "fedexp_step",
@@ -81,6 +82,24 @@ def recovery_factor_per_block(cohort: Cohort, *, weighted: bool = False) -> Floa
     """The recovery factor of each block alone; NaN (null in JSON) where every update is zero in the block."""
     top, bottom = _ratio_parts(_sums(cohort), weighted)
     return np.asarray(np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0))
+
+
+def correlation_for_recovery(cohort: Cohort, wanted: float, *, weighted: bool = False) -> float:
+    """The correlation ρ between clients' masks that recovers ``wanted`` times the independent masks' penalty.
+
+    Masks of correlation ρ (:class:`fedmask.Correlated`) have the penalty (1−ρ)·R_ind + ρ·R_shr, so ρ is
+    (wanted − 1)/(f − 1) with f the recovery factor. Give Gram matrices in ⟨·, H_bb ·⟩ for the exact statement.
+
+    Raises:
+        FedmaskError: if ``wanted`` does not lie between 1 (independent) and f (synchronized), or f is undefined.
+    """
+    full = float(recovery_factor(cohort, weighted=weighted))
+    if not min(1.0, full) <= wanted <= max(1.0, full):
+        raise FedmaskError(
+            f"a recovery of {wanted:g} was asked for; for this cohort it lies between 1, with independent masks, "
+            f"and {full:g}, with a shared one"
+        )
+    return 1.0 if wanted == full else (wanted - 1) / (full - 1)
 
 
 def gradient_diversity(cohort: Cohort, *, weighted: bool = False) -> Statistic:

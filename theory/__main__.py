@@ -100,16 +100,29 @@ def alarms(
     seed: Seed = None,
     workers: Workers = None,
 ) -> None:
-    """Count false alarms: every sampled check, on right claims, over many fresh seeds."""
-    first = _seed(seed)
+    """Count false alarms: every sampled check, on right claims, over many fresh seeds.
+
+    Each seed's line is there when its checks are done; to go on after a stop, give the next seed and how many remain.
+    """
+    first, checks = _seed(seed), sum("monte carlo" in claim.checks for claim in CLAIMS)
     chosen = range(first, first + seeds)
-    tasks = verify_seeds(chosen, "monte carlo", workers=workers)
-    results = _watched(tasks, len(chosen) * sum("monte carlo" in claim.checks for claim in CLAIMS))
+    results: list[Result] = []
+    by_seed: dict[int, list[Result]] = {one: [] for one in chosen}
+    longest = 0.0
+    for result in verify_seeds(chosen, "monte carlo", workers=workers):
+        results.append(result)
+        ours = by_seed[result.seed]
+        ours.append(result)
+        if len(ours) == checks:
+            alarmed = sum(not one.outcome.passed for one in ours)
+            seconds, drawn = sum(one.seconds for one in ours), sum(one.outcome.samples for one in ours)
+            longest = max(longest, seconds)
+            typer.echo(f"seed {result.seed}: {alarmed} of {checks} alarms, {drawn:,} samples, {seconds:.1f} s")
     failed = [result for result in results if not result.outcome.passed]
     samples = sum(result.outcome.samples for result in results)
     typer.echo(
         f"{len(failed)} false alarms in {len(results)} sampled checks over seeds {first} to {first + seeds - 1}, "
-        f"{samples:,} samples"
+        f"{samples:,} samples, at most {longest:.1f} s a seed on one core"
     )
     for result in failed:
         typer.echo(f"{result.claim}: {result.outcome.found} after {result.outcome.samples} samples", err=True)

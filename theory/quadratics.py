@@ -66,6 +66,7 @@ def draw_instance(
     definite: bool | None = None,
     uniform: bool = False,
     least_blocks: int = 1,
+    owner: tuple[int, ...] | None = None,
 ) -> Instance:
     """A small instance of random integers over small denominators: one to three clients, one to three blocks.
 
@@ -75,10 +76,12 @@ def draw_instance(
         definite: a positive definite Hessian (True), any symmetric one (None).
         uniform: equal weights.
         least_blocks: the fewest blocks.
+        owner: the block of each coordinate, if not drawn.
     """
     blocks = random.randint(least_blocks, 3)
     k = random.randint(1, 3) if clients is None else clients
-    owner = tuple(b for b in range(blocks) for _ in range(random.randint(1, 2)))
+    drawn = tuple(b for b in range(blocks) for _ in range(random.randint(1, 2)))
+    owner = drawn if owner is None else owner
     d = len(owner)
 
     def number() -> Fraction:

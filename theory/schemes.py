@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -14,29 +14,41 @@ import torch
 from fedmask import (
     Blocks,
     Correlated,
+    Groups,
     Independent,
     Sharing,
     Synchronized,
-    bernoulli_mask,
+    cohort_masks,
     fixed_size_mask,
     masked_mean,
 )
 from theory.algebra import Moments, expectation, p
 from theory.quadratics import Instance, Mask
 
-__all__ = ["Scheme", "Problem", "exact_masks", "moments", "production_excess", "rho", "symbolic_blocks"]
+__all__ = [
+    "Problem",
+    "Scheme",
+    "exact_masks",
+    "group_of",
+    "largest_excess",
+    "moments",
+    "production_excess",
+    "rho",
+    "symbolic_blocks",
+]
 
 rho = sp.Symbol("rho", nonnegative=True)
 symbolic_blocks = sp.Symbol("B", positive=True)
 
-Kind = Literal["independent", "shared", "correlated", "fixed", "one bit", "one bit shared"]
+Kind = Literal["independent", "shared", "correlated", "groups", "random groups", "fixed", "one bit", "one bit shared"]
 
 
 @dataclass(frozen=True)
 class Scheme:
     """How bits are drawn, and whether kept blocks are scaled by 1/p.
 
-    "one bit" gives a client a single bit for all its blocks, which is masking at granularity model.
+    "one bit" gives a client a single bit for all its blocks, which is masking at granularity model. "groups"
+    are of two clients, in the order of :func:`group_of`; "random groups" are groups of two of a random order.
     """
 
     kind: Kind = "independent"
@@ -44,13 +56,24 @@ class Scheme:
     rho: Fraction = Fraction(1, 4)  # for exact instances; √ρ must be rational
 
 
+def group_of(client: int) -> int:
+    """The group of a client in the scheme "groups": pairs, and a last one alone if their number is odd."""
+    return client // 2
+
+
 def moments(scheme: Scheme) -> Moments:
-    """E[m_kb m_lc]/p² in the four cases, from the definition of the scheme."""
+    """E[m_kb m_lc]/p² in each case, from the definition of the scheme."""
     scale = p if scheme.rescaled else sp.Integer(1)
     if scheme.kind == "fixed":
         # p = m/B, so that m = pB blocks are kept: P(b and c both kept) = p(pB − 1)/(B − 1).
         other = p * (p * symbolic_blocks - 1) / (symbolic_blocks - 1)
         cases = [p**2, other, p**2, p]
+        return Moments(*(sp.simplify(case / scale**2) for case in cases))
+    if scheme.kind == "random groups":
+        # K_c/g groups have g(g − 1) ordered pairs each, of K_c(K_c − 1): how often two clients share a mask.
+        clients, group = sp.symbols("K_c g", positive=True)
+        together = clients / group * group * (group - 1) / (clients * (clients - 1))
+        cases = [p**2, p**2, together * p + (1 - together) * p**2, p]
         return Moments(*(sp.simplify(case / scale**2) for case in cases))
     probabilities: dict[sp.Symbol, sp.Expr] = {}
 
@@ -67,6 +90,8 @@ def moments(scheme: Scheme) -> Moments:
                 return own
             case "shared":
                 return shared
+            case "groups":
+                return bernoulli(f"g{group_of(client)}{block}", p)
             case "one bit":
                 return bernoulli(f"y{client}", p)
             case "one bit shared":
@@ -75,12 +100,16 @@ def moments(scheme: Scheme) -> Moments:
                 select = bernoulli(f"s{client}{block}", sp.sqrt(rho))
                 return select * shared + (1 - select) * own
 
-    cases = [((0, 0), (1, 1)), ((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, 0), (0, 0))]
-    return Moments(*(expectation(bit(*one) * bit(*other), probabilities) / scale**2 for one, other in cases))
+    # Clients 0 and 1 are of one group, 2 of another; the last two cases matter for groups alone.
+    stranger = 2 if scheme.kind == "groups" else 1
+    pairs = [((0, 0), (stranger, 1)), ((0, 0), (0, 1)), ((0, 0), (stranger, 0)), ((0, 0), (0, 0))]
+    if scheme.kind == "groups":
+        pairs += [((0, 0), (1, 1)), ((0, 0), (1, 0))]
+    return Moments(*(expectation(bit(*one) * bit(*other), probabilities) / scale**2 for one, other in pairs))
 
 
 def exact_masks(scheme: Scheme, instance: Instance) -> Iterator[tuple[Fraction, Mask]]:
-    """Every mask of the cohort that has a probability, with it; of clients and blocks at most 2^12 masks."""
+    """Every mask of the cohort that has a probability, with it: at most 2^12 masks of clients and blocks."""
     clients, blocks, keep = instance.clients, instance.blocks, instance.p
 
     def bits(count: int, probability: Fraction) -> Iterator[tuple[Fraction, tuple[int, ...]]]:
@@ -94,6 +123,14 @@ def exact_masks(scheme: Scheme, instance: Instance) -> Iterator[tuple[Fraction, 
         case "shared":
             for chance, row in bits(blocks, keep):
                 yield chance, (row,) * clients
+        case "groups" | "random groups":
+            count = group_of(clients - 1) + 1
+            orders = list(itertools.permutations(range(clients))) if scheme.kind == "random groups" else [None]
+            for order in orders:
+                group = [group_of(k if order is None else order[k]) for k in range(clients)]
+                for chance, row in bits(count * blocks, keep):
+                    table = tuple(row[g * blocks : (g + 1) * blocks] for g in group)
+                    yield chance / len(orders), table
         case "one bit":
             for chance, row in bits(clients, keep):
                 yield chance, tuple((bit,) * blocks for bit in row)
@@ -137,31 +174,36 @@ class Problem:
         """uᵀHu of each row."""
         return (u**2 * self.scale).sum(dim=-1) + (u @ self.coupling) ** 2
 
-    def sums(self) -> dict[str, float]:
-        """The four sums of :mod:`theory.algebra`, in float64."""
+    def parts(self) -> np.ndarray:
+        """(clients·B, clients·B): (a_kΔ_k^(b))ᵀ H (a_lΔ_l^(c)) of every two parts of the cohort, in float64."""
         a = torch.tensor(self.counts, dtype=torch.float64) / sum(self.counts)
-        weighted = self.updates * a[:, None]
-        ends = np.cumsum(self.blocks.sizes)
-        cuts = [slice(int(end - size), int(end)) for end, size in zip(ends, self.blocks.sizes, strict=True)]
+        owner = torch.repeat_interleave(torch.arange(self.blocks.count), torch.from_numpy(self.blocks.sizes))
+        own = torch.nn.functional.one_hot(owner).T.double()
+        vectors = (self.updates * a[:, None])[:, None, :] * own  # (clients, B, d)
+        flat = vectors.reshape(-1, vectors.shape[-1])
+        along = flat @ self.coupling
+        return ((flat * self.scale) @ flat.T + torch.outer(along, along)).numpy()
 
-        def blockwise(u: torch.Tensor) -> float:
-            parts = [(u[c] ** 2 * self.scale[c]).sum() + (u[c] @ self.coupling[c]) ** 2 for c in cuts]
-            return float(sum(parts))
-
-        mean = weighted.sum(dim=0)
+    def sums(self) -> dict[str, float]:
+        """The sums of :mod:`theory.algebra`."""
+        clients, blocks = len(self.counts), self.blocks.count
+        form = self.parts().reshape(clients, blocks, clients, blocks)
+        groups = np.array([group_of(k) for k in range(clients)])
+        by_block = np.einsum("kblb->kl", form)
         return {
-            "all": float(self.form(mean)),
-            "own": float(self.form(weighted).sum()),
-            "shared": blockwise(mean),
-            "both": sum(blockwise(row) for row in weighted),
+            "all": float(form.sum()),
+            "own": float(np.einsum("kbkc->", form)),
+            "shared": float(by_block.sum()),
+            "both": float(np.trace(by_block)),
+            "grouped": float(by_block[groups[:, None] == groups].sum()),
         }
 
 
 @cache
 def problem(clients: int, seed: int) -> Problem:
-    """A problem of 2,000 dimensions in five tensors, with updates that share a common part."""
+    """A problem of 2,000 dimensions with updates that share a common part; at most 2^15 masks of its blocks."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = (200, 300, 400, 500, 600)
+    sizes = (200, 300, 400, 500, 600) if clients <= 3 else (500, 600, 900)
     blocks = Blocks.of({f"tensor{i}": torch.zeros(size) for i, size in enumerate(sizes)})
     common = torch.randn(2000, generator=generator, dtype=torch.float64)
     updates = common + 1.5 * torch.randn(clients, 2000, generator=generator, dtype=torch.float64)
@@ -171,45 +213,52 @@ def problem(clients: int, seed: int) -> Problem:
     return Problem(blocks, updates, counts, scale, coupling)
 
 
-def sharing_of(scheme: Scheme) -> Sharing:
-    """The production code's name for a scheme."""
-    if scheme.kind in ("shared", "one bit shared"):
-        return Synchronized()
-    if scheme.kind == "correlated":
-        return Correlated(float(scheme.rho))
-    return Independent()
+def sharing_of(scheme: Scheme, clients: int, order: np.ndarray) -> Sharing:
+    """The production code's name for a scheme; ``order`` is the random order of the round."""
+    match scheme.kind:
+        case "shared" | "one bit shared":
+            return Synchronized()
+        case "correlated":
+            return Correlated(float(scheme.rho))
+        case "groups":
+            return Groups({client: 70 + group_of(client) for client in range(clients)})
+        case "random groups":
+            return Groups({client: 70 + group_of(int(place)) for client, place in enumerate(order)})
+        case _:
+            return Independent()
 
 
 def production_excess(
     scheme: Scheme, case: Problem, keep: float, seed: int, first_round: int, count: int
-) -> tuple[np.ndarray, float]:
-    """½ δᵀHδ for δ = masked − dense mean, over ``count`` rounds of the production masks and mean, and its bound.
+) -> np.ndarray:
+    """½ δᵀHδ for δ = masked − dense mean, over ``count`` rounds of the production masks and mean.
 
     E l(θ − masked) − l(θ − dense) is the expectation of this, for the first-order term has mean zero.
     """
-    clients = len(case.updates)
+    clients = range(len(case.updates))
     blocks = case.blocks.at("model") if scheme.kind.startswith("one bit") else case.blocks
-    sharing = sharing_of(scheme)
     dense = masked_mean(case.updates, blocks, counts=case.counts, statistics=False).mean
     means = torch.empty(count, blocks.parameters, dtype=torch.float64)
-    if scheme.kind == "fixed":
-        draw = partial(fixed_size_mask, kept=round(keep * blocks.count))
-    else:
-        draw = partial(bernoulli_mask, p=keep)
+    scale = keep if scheme.rescaled else 1.0
+    random = np.random.default_rng([seed, first_round])
     for row in range(count):
-        where = {"seed": seed, "round_": first_round + row, "blocks": blocks.count, "sharing": sharing}
-        masks = np.stack([draw(client=client, **where) for client in range(clients)])
-        scale = keep if scheme.rescaled else 1.0
+        sharing = sharing_of(scheme, len(clients), random.permutation(len(clients)))
+        if scheme.kind == "fixed":
+            where = {"seed": seed, "round_": first_round + row, "blocks": blocks.count}
+            masks = np.stack(
+                [fixed_size_mask(client=k, kept=round(keep * blocks.count), sharing=sharing, **where) for k in clients]
+            )
+        else:
+            masks = cohort_masks(
+                seed=seed, round_=first_round + row, clients=clients, blocks=blocks.count, p=keep, sharing=sharing
+            )
         means[row] = masked_mean(case.updates, blocks, counts=case.counts, masks=masks, p=scale, statistics=False).mean
-    values = case.form(means - dense).numpy() / 2
-    # ‖δ‖_H ≤ Σ_kb |m/p − 1| ‖a_kΔ_k^(b)‖_H by the triangle inequality.
-    a = np.array(case.counts) / sum(case.counts)
-    norm = 0.0
-    for b in range(case.blocks.count):
-        part = torch.zeros_like(case.updates)
-        end = int(np.cumsum(case.blocks.sizes)[b])
-        cut = slice(end - int(case.blocks.sizes[b]), end)
-        part[:, cut] = case.updates[:, cut]
-        norm += float((torch.from_numpy(a) * case.form(part).sqrt()).sum())
-    most = max(1.0, 1 / keep - 1) * norm
-    return values, most**2 / 2
+    return case.form(means - dense).numpy() / 2
+
+
+def largest_excess(scheme: Scheme, case: Problem, keep: float) -> float:
+    """The largest value that :func:`production_excess` can take, over all 2^(clients·B) masks; a hair above it."""
+    form = case.parts()
+    bits = np.indices((2,) * len(form), dtype=np.int8).reshape(len(form), -1).T
+    offsets = bits / (keep if scheme.rescaled else 1.0) - 1
+    return float(np.einsum("mi,mi->m", offsets @ form, offsets).max()) / 2 * (1 + 1e-9)

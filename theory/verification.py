@@ -2,9 +2,10 @@
 
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy as sp
@@ -31,12 +32,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Result:
-    """One check's outcome: of the claim itself, or of one of its mutants."""
+    """One check's outcome: of the claim itself, or of one of its mutants; and how long it took."""
 
     claim: str
     level: Level
     mutant: str | None
     outcome: Outcome
+    seed: int
+    seconds: float = field(compare=False)
 
 
 def claim_named(name: str) -> Claim:
@@ -188,11 +191,12 @@ def _run(tasks: Sequence[tuple[str, Level, str | None, int]], workers: int | Non
 
 def _check(task: tuple[str, Level, str | None, int]) -> Result:
     name, level, mutant, seed = task
-    before = torch.get_num_threads()
+    before, start = torch.get_num_threads(), time.perf_counter()
     torch.set_num_threads(1)
     try:
         claim = claim_named(name)
         formula = claim.formula if mutant is None else claim.mutants[mutant]
-        return Result(name, level, mutant, claim.checks[level](formula, Context(seed)))
+        outcome = claim.checks[level](formula, Context(seed))
+        return Result(name, level, mutant, outcome, seed, time.perf_counter() - start)
     finally:
         torch.set_num_threads(before)

@@ -1,8 +1,16 @@
 """All claims, in the order of the paper and then beyond it."""
 
-from theory.claims import dilution, diversity, masking, signal_noise
+from theory.claims import dilution, diversity, expansion, granularity, masking, rounds, signal_noise
 from theory.registry import Claim
 
 __all__ = ["CLAIMS"]
 
-CLAIMS: tuple[Claim, ...] = (*masking.CLAIMS, *diversity.CLAIMS, *signal_noise.CLAIMS, *dilution.CLAIMS)
+CLAIMS: tuple[Claim, ...] = (
+    *masking.CLAIMS,
+    *diversity.CLAIMS,
+    *signal_noise.CLAIMS,
+    *dilution.CLAIMS,
+    *granularity.CLAIMS,
+    *rounds.CLAIMS,
+    *expansion.CLAIMS,
+)

@@ -10,10 +10,11 @@ import sympy as sp
 import torch
 
 from fedmask import Blocks, fedexp_step, gram_matrices, recovery_factor, signal
+from theory.algebra import BOTH, SHARED, excess
 from theory.checking import for_all, identical
 from theory.quadratics import Instance, Vector, dot, draw_instance, expected, masked_mean, mean
 from theory.registry import Claim, Context, Outcome, Step
-from theory.schemes import Scheme, exact_masks
+from theory.schemes import Scheme, exact_masks, moments
 
 __all__ = ["CLAIMS"]
 
@@ -72,14 +73,14 @@ def ratio_exhaustive(formula: Ratio, context: Context) -> Outcome:
 
     def draw(random: Random) -> Instance:
         instance = draw_instance(random, definite=True, uniform=True, clients=random.randint(2, 3))
+        updates = [[x + 7 for x in instance.updates[0]], *instance.updates[1:]]  # so that R_ind > 0
         if formula.hessian_weighted:
-            return replace(instance, updates=[[x + 1 for x in u] for u in instance.updates])
+            return replace(instance, updates=updates)
         curvature = [Fraction(random.randint(1, 5)) for _ in range(instance.blocks)]
         if formula.common:
             curvature = [curvature[0]] * instance.blocks
         d = len(instance.owner)
         hessian = [[curvature[instance.owner[i]] if i == j else Fraction(0) for j in range(d)] for i in range(d)]
-        updates = [[x + 7 for x in instance.updates[0]], *instance.updates[1:]]
         return replace(instance, hessian=hessian, updates=updates)
 
     def holds(instance: Instance) -> bool:
@@ -88,8 +89,6 @@ def ratio_exhaustive(formula: Ratio, context: Context) -> Outcome:
             expected(exact_masks(Scheme(kind), instance), lambda m: instance.after(masked_mean(instance, m))) - dense
             for kind in ("shared", "independent")
         )
-        if independent == 0:
-            return True
         return bool(shared / independent == formula.value(*_ratio_arguments(instance, formula), instance.clients))
 
     return for_all(draw, holds, context, "ratio")
@@ -108,7 +107,7 @@ def _ratio_arguments(instance: Instance, formula: Ratio) -> tuple[list[Any], lis
 
 
 def ratio_symbolic(formula: Ratio, context: Context) -> Outcome:
-    """For K_c = 3 and two blocks of symbols, from the penalties of Propositions 2 and 3."""
+    """The two penalties from the moments of their masks; their sums for K_c = 3, and two blocks of symbols."""
     clients = 3
     if formula.hessian_weighted:
         c, top, bottom = [sp.Integer(1)], [sp.Symbol("N", positive=True)], [sp.Symbol("D", positive=True)]
@@ -116,8 +115,11 @@ def ratio_symbolic(formula: Ratio, context: Context) -> Outcome:
         c = [sp.Symbol("c", positive=True)] * 2 if formula.common else list(sp.symbols("c1 c2", positive=True))
         parts = [[sp.Symbol(f"u{k}{b}") for k in range(clients)] for b in range(2)]
         top, bottom = [sum(row) ** 2 for row in parts], [sum(x**2 for x in row) for row in parts]
-    shared = sum(cb * t for cb, t in zip(c, top, strict=True)) / clients**2
-    independent = sum(cb * t for cb, t in zip(c, bottom, strict=True)) / clients**2
+    sums = {
+        SHARED: sum(cb * t for cb, t in zip(c, top, strict=True)) / clients**2,
+        BOTH: sum(cb * t for cb, t in zip(c, bottom, strict=True)) / clients**2,
+    }
+    shared, independent = (excess(moments(Scheme(kind))).subs(sums) for kind in ("shared", "independent"))
     return identical(shared / independent - formula.value(c, top, bottom, clients), "identity, K_c = 3, B = 2")
 
 
@@ -254,11 +256,13 @@ def fedexp_exhaustive(formula: FedExpStep, context: Context) -> Outcome:
 
 def ratio_steps() -> list[Step]:
     """From Propositions 2 and 3."""
-    c, k, n, d = sp.symbols("c K_c N D", positive=True)
-    shared, independent = c * n / k**2, c * d / k**2
+    k, n, d = sp.symbols("K_c N D", positive=True)
+    shared, independent = (
+        excess(moments(Scheme(kind))).subs({SHARED: n / k**2, BOTH: d / k**2}) for kind in ("shared", "independent")
+    )
     return [
         Step(
-            "Proposition 3 for equal weights: the mean is the sum over K_c; N = Σ_b ‖ΣΔ_k^(b)‖²_H, c = (1−p)/(2p)",
+            "Proposition 3 for equal weights: the mean is the sum over K_c; N = Σ_b ‖ΣΔ_k^(b)‖²_H",
             shared,
         ),
         Step("Proposition 2 for equal weights; D = Σ_k Σ_b ‖Δ_k^(b)‖²_H", independent),

@@ -4,6 +4,7 @@ One formula type serves them all: a scheme of masks, and the penalty as a functi
 :mod:`theory.algebra`. On a quadratic the second-order statements are exact.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -11,24 +12,37 @@ from random import Random
 from typing import Any, NamedTuple
 
 import sympy as sp
+import torch
 
-from theory.algebra import ALL, BOTH, OWN, SHARED, excess, p
+from fedmask import Blocks, correlation_for_recovery, gram_matrices
+from theory.algebra import ALL, BOTH, GROUPED, OWN, SHARED, excess, p
 from theory.checking import for_all, identical, sampled_outcome
 from theory.quadratics import Instance, draw_instance, expected, masked_mean, mean
 from theory.registry import Claim, Context, Outcome, Step
-from theory.schemes import Scheme, exact_masks, moments, problem, production_excess, rho, symbolic_blocks
+from theory.schemes import (
+    Scheme,
+    exact_masks,
+    group_of,
+    largest_excess,
+    moments,
+    problem,
+    production_excess,
+    rho,
+    symbolic_blocks,
+)
 from theory.sequences import sampled_mean_equals
 
 __all__ = ["CLAIMS"]
 
 
 class Sums(NamedTuple):
-    """The four sums, as symbols, rationals or floats."""
+    """The sums of :mod:`theory.algebra`, as symbols, rationals or floats."""
 
     all: Any
     own: Any
     shared: Any
     both: Any
+    grouped: Any
 
 
 class Setting(NamedTuple):
@@ -38,6 +52,7 @@ class Setting(NamedTuple):
     rho: Any
     blocks: Any
     clients: Any
+    group: Any = 2  # clients of a group
 
 
 @dataclass(frozen=True)
@@ -48,15 +63,20 @@ class Penalty:
     value: Callable[[Setting, Sums], Any]
     one_client: bool = False
 
+    @property
+    def sampled_clients(self) -> int:
+        """K_c of the sampled level."""
+        return 1 if self.one_client else 4 if self.scheme.kind == "random groups" else 3
 
-SYMBOLS = Sums(ALL, OWN, SHARED, BOTH)
-CLIENTS = sp.Symbol("K_c", positive=True)
+
+SYMBOLS = Sums(ALL, OWN, SHARED, BOTH, GROUPED)
+CLIENTS, GROUP = sp.symbols("K_c g", positive=True)
 
 
 def symbolic(formula: Penalty, context: Context) -> Outcome:
     """The penalty from the moments of the scheme, for any p, weights, K_c and block structure."""
     found = excess(moments(formula.scheme))
-    claimed = formula.value(Setting(p, rho, symbolic_blocks, CLIENTS), SYMBOLS)
+    claimed = formula.value(Setting(p, rho, symbolic_blocks, CLIENTS, GROUP), SYMBOLS)
     alone = {OWN: ALL, BOTH: SHARED} if formula.one_client else {}
     return identical(sp.sympify(found - claimed).subs(alone), "identity in p, K_c, B, weights, H")
 
@@ -66,8 +86,13 @@ def exhaustive(formula: Penalty, context: Context) -> Outcome:
 
     def draw(random: Random) -> Instance:
         fixed, clients = formula.scheme.kind == "fixed", 1 if formula.one_client else None
-        if formula.scheme.kind == "correlated":  # the shared bits come on top of every client's own
-            clients = 2
+        match formula.scheme.kind:
+            case "correlated":  # the shared bits come on top of every client's own
+                clients = 2
+            case "groups":
+                clients = random.randint(2, 4)
+            case "random groups":
+                clients = random.choice((2, 4))
         definite = random.choice((True, None))
         instance = draw_instance(random, clients=clients, definite=definite, least_blocks=2 if fixed else 1)
         if fixed:
@@ -88,7 +113,7 @@ def exhaustive(formula: Penalty, context: Context) -> Outcome:
 def monte_carlo(formula: Penalty, context: Context) -> Outcome:
     """The production masks and masked mean, on 2,000 dimensions with the exact Hessian."""
     seed = context.numpy("masking").integers(2**62)
-    clients, keep = (1 if formula.one_client else 3), 0.4
+    clients, keep = formula.sampled_clients, 0.4
     case = problem(clients, int(seed) % 2**31)
     setting = Setting(keep, float(formula.scheme.rho), case.blocks.count, clients)
     claimed = float(formula.value(setting, Sums(**case.sums())))
@@ -96,26 +121,32 @@ def monte_carlo(formula: Penalty, context: Context) -> Outcome:
 
     def draw(count: int) -> Any:
         nonlocal done
-        values, _ = production_excess(formula.scheme, case, keep, int(seed), done, count)
+        values = production_excess(formula.scheme, case, keep, int(seed), done, count)
         done += count
         return values
 
-    _, bound = production_excess(formula.scheme, case, keep, int(seed), 0, 1)
+    bound = largest_excess(formula.scheme, case, keep)
     sampled = sampled_mean_equals(
-        draw, claimed, bounds=(0.0, bound), tolerance=0.15 * abs(claimed), alpha=context.alpha, most=12_000
+        draw, claimed, bounds=(0.0, bound), tolerance=0.1 * abs(claimed), alpha=context.alpha, most=12_000
     )
     return sampled_outcome(sampled, claimed)
 
 
 def exact_sums(instance: Instance) -> Sums:
-    """The four sums of a rational instance."""
+    """The sums of a rational instance."""
     weighted = [[a * x for x in u] for a, u in zip(instance.weights, instance.updates, strict=True)]
     total = mean(instance)
+    groups = [
+        [sum(column, Fraction(0)) for column in zip(*members, strict=True)]
+        for _, grouped in itertools.groupby(range(instance.clients), group_of)
+        if (members := [weighted[k] for k in grouped])
+    ]
     return Sums(
         instance.form(total, total),
         sum((instance.form(v, v) for v in weighted), Fraction(0)),
         instance.block_form(total, total),
         sum((instance.block_form(v, v) for v in weighted), Fraction(0)),
+        sum((instance.block_form(v, v) for v in groups), Fraction(0)),
     )
 
 
@@ -139,11 +170,13 @@ def _steps(formula: Penalty) -> Callable[[], list[Step]]:
             found.same_client_same_block,
         )
         lines = [Step(f"Second moment E[m_kb m_lc]/p² for {case}", v) for case, v in zip(cases, values, strict=True)]
+        if found.same_group_same_block is not None:
+            lines.append(Step("and for k ≠ l of one group, b = c", found.same_group_same_block))
         lines.append(Step("Each moment times its sum: E of the masked mean's quadratic form", found.quadratic_form()))
         lines.append(
             Step("The first-order term is the dense one, since E m/p = 1; half of what is gained", excess(found))
         )
-        claimed = formula.value(Setting(p, rho, symbolic_blocks, CLIENTS), SYMBOLS)
+        claimed = formula.value(Setting(p, rho, symbolic_blocks, CLIENTS, GROUP), SYMBOLS)
         lines.append(Step("The claim", claimed))
         alone = {OWN: ALL, BOTH: SHARED} if formula.one_client else {}
         lines.append(Step("Their difference", sp.simplify(sp.sympify(excess(found) - claimed).subs(alone))))
@@ -156,6 +189,78 @@ def _coefficient(keep: Any) -> Any:
     return (1 - keep) / (2 * keep)
 
 
+def _as_correlated(rho_of: Callable[[Setting], Any]) -> Callable[[Setting, Sums], Any]:
+    """The penalty of partial synchrony at a ρ that the setting gives."""
+
+    def value(s: Setting, d: Sums) -> Any:
+        correlation = rho_of(s._replace(clients=_exact(s.clients), group=_exact(s.group)))
+        if isinstance(d.both, float):
+            correlation = float(correlation)
+        return _coefficient(s.p) * ((1 - correlation) * d.both + correlation * d.shared)
+
+    return value
+
+
+def _exact(value: Any) -> Any:
+    return Fraction(value) if isinstance(value, int) else value
+
+
+# The dial: which ρ reaches a wanted penalty.
+
+Dial = Callable[[Any, Any, Any], Any]  # wanted R/R_ind, R_shr/R_ind, K_c → ρ
+
+
+def dial_symbolic(formula: Dial, context: Context) -> Outcome:
+    """R_ρ from the moments of correlated masks, at the ρ that is claimed to give w·R_ind, is w·R_ind."""
+    wanted = sp.Symbol("w", positive=True)
+    found = excess(moments(PARTIAL.scheme)).subs(rho, formula(wanted, SHARED / BOTH, CLIENTS))
+    return identical(found - wanted * _coefficient(p) * BOTH, "identity in w, p, weights, H")
+
+
+def dial_exhaustive(formula: Dial, context: Context) -> Outcome:
+    """R_ρ over all masks, for ρ with a rational root; production's function then finds that ρ from Gram matrices."""
+
+    def draw(random: Random) -> Instance:
+        instance = draw_instance(random, clients=2)
+        d = range(len(instance.owner))
+        return replace(
+            instance,  # H is the identity, so that Euclidean Gram matrices are the exact ones
+            hessian=[[Fraction(i == j) for j in d] for i in d],
+            updates=[[x + 7 for x in instance.updates[0]], instance.updates[1]],
+        )
+
+    def holds(instance: Instance) -> bool:
+        scheme, sums = PARTIAL.scheme, exact_sums(instance)
+        value = expected(exact_masks(scheme, instance), lambda mask: instance.after(masked_mean(instance, mask)))
+        wanted = (value - instance.after(mean(instance))) / (_coefficient(instance.p) * sums.both)
+        full = sums.shared / sums.both
+        if full == 1:  # then every ρ has the same penalty
+            return wanted == 1
+        weighted = [[a * x for x in u] for a, u in zip(instance.weights, instance.updates, strict=True)]
+        gram = gram_matrices(
+            torch.tensor([[float(x) for x in u] for u in weighted], dtype=torch.float64),
+            Blocks.of({"w": torch.zeros(len(instance.owner))}),
+        )
+        produced = correlation_for_recovery(gram, float(wanted))
+        return bool(
+            formula(wanted, full, Fraction(instance.clients)) == scheme.rho
+            and abs(produced - float(scheme.rho)) <= 1e-9 / abs(float(full) - 1)
+        )
+
+    return for_all(draw, holds, context, "dial")
+
+
+def dial_steps() -> list[Step]:
+    """One linear equation."""
+    wanted = sp.Symbol("w", positive=True)
+    value = (1 - rho) * BOTH + rho * SHARED
+    return [
+        Step("R_ρ up to the coefficient (1−p)/(2p), by partial-synchrony", value),
+        Step("Set equal to w·R_ind it is linear in ρ; solved", sp.factor(sp.solve(value - wanted * BOTH, rho)[0])),
+        Step("which is (w − 1)/(f − 1), f = R_shr/R_ind; it lies in [0, 1] just for w between 1 and f"),
+    ]
+
+
 LEVELS_OF = {"symbolic": symbolic, "exhaustive": exhaustive, "monte carlo": monte_carlo}
 
 ONE = Penalty(Scheme("independent"), lambda s, d: _coefficient(s.p) * d.both, one_client=True)
@@ -166,6 +271,8 @@ FIXED = Penalty(
     Scheme("fixed"),
     lambda s, d: _coefficient(s.p) * (d.both - (d.own - d.both) / (s.blocks - 1)),
 )
+GROUPS = Penalty(Scheme("groups"), lambda s, d: _coefficient(s.p) * d.grouped)
+RANDOM_GROUPS = Penalty(Scheme("random groups"), _as_correlated(lambda s: (s.group - 1) / (s.clients - 1)))
 WHOLE = Penalty(Scheme("one bit"), lambda s, d: _coefficient(s.p) * d.own)
 
 
@@ -238,6 +345,52 @@ CLAIMS = (
         },
         ("per client and block, the shared bit with probability √ρ, else an own one",),
         _steps(PARTIAL),
+    ),
+    Claim(
+        "dial",
+        "Synchrony is a dial: which correlation reaches a wanted penalty follows from the Gram matrices",
+        "beyond the paper",
+        "R_ρ = w·R_ind at ρ = (w − 1)/(f − 1), f = R_shr/R_ind, for w between 1 and f",
+        lambda wanted, full, clients: (wanted - 1) / (full - 1),
+        {"symbolic": dial_symbolic, "exhaustive": dial_exhaustive},
+        {
+            "w/f": lambda wanted, full, clients: wanted / full,
+            "(w − 1)/(K_c − 1)": lambda wanted, full, clients: (wanted - 1) / (clients - 1),
+            "(w − 1)/f": lambda wanted, full, clients: (wanted - 1) / full,
+        },
+        ("f ≠ 1",),
+        dial_steps,
+    ),
+    Claim(
+        "groups",
+        "Groups of clients with a mask each: every group's mean is charged, with the square of its weight",
+        "beyond the paper",
+        "R = Σ_g R(Σ_{k∈g} a_kΔ_k)",
+        GROUPS,
+        LEVELS_OF,
+        {
+            "as if independent": _with(GROUPS, lambda s, d: _coefficient(s.p) * d.both),
+            "as if one mask for all": _with(GROUPS, lambda s, d: _coefficient(s.p) * d.shared),
+            "coefficient (1−p)/p": _with(GROUPS, lambda s, d: 2 * _coefficient(s.p) * d.grouped),
+            "masks of their own in a group": _by(GROUPS, kind="independent"),
+        },
+        ("masks of different groups independent",),
+        _steps(GROUPS),
+    ),
+    Claim(
+        "random-groups",
+        "Random groups of g clients with a mask each are a correlation of (g − 1)/(K_c − 1) in expectation",
+        "beyond the paper",
+        "P(two clients share a mask) = (g − 1)/(K_c − 1), so E R = R_ρ with that ρ",
+        RANDOM_GROUPS,
+        LEVELS_OF,
+        {
+            "g/K_c": _with(RANDOM_GROUPS, _as_correlated(lambda s: s.group / s.clients)),
+            "(g − 1)/K_c": _with(RANDOM_GROUPS, _as_correlated(lambda s: (s.group - 1) / s.clients)),
+            "the groups of one round": _with(RANDOM_GROUPS, lambda s, d: _coefficient(s.p) * d.grouped),
+        },
+        ("g divides K_c", "groups drawn anew, uniformly"),
+        _steps(RANDOM_GROUPS),
     ),
     Claim(
         "fixed-size-masks",

@@ -64,34 +64,45 @@ def identity_exhaustive(formula: SignalNoise, context: Context) -> Outcome:
 class Unbiased:
     """Estimators from A, B and K_c, and what they are claimed to estimate when K_c of N clients are drawn.
 
-    ``expected`` takes ‖μ_N‖², S² (with N − 1) and N, and gives (E σ̂², E μ̂²).
+    ``expected`` takes ‖μ_N‖², S² (with N − 1), the clients' mean variance v of their own noise, and N, and gives
+    (E σ̂², E μ̂²).
     """
 
     noise: Callable[[Any, Any, Any], Any]
     signal: Callable[[Any, Any, Any], Any]
-    expected: Callable[[Any, Any, int], tuple[Any, Any]]
+    expected: Callable[[Any, Any, Any, int], tuple[Any, Any]]
 
 
 def sampling_exhaustive(formula: Unbiased, context: Context) -> Outcome:
-    """The mean over every cohort of K_c of N clients, without replacement."""
+    """The mean over every cohort of K_c of N clients, without replacement, and over ± each client's own noise."""
 
-    def holds(updates: Updates) -> bool:
+    def holds(case: tuple[Updates, Updates]) -> bool:
+        updates, noises = case
         size = len(updates)
         center = [sum(column, Fraction(0)) / size for column in zip(*updates, strict=True)]
         spread = [[x - c for x, c in zip(u, center, strict=True)] for u in updates]
         s2, mu2 = total_norm(spread) / (size - 1), dot(center, center)
         for k in range(2, size + 1):
-            cohorts = [list(cohort) for cohort in itertools.combinations(updates, k)]
+            cohorts = [
+                [[x + sign * e for x, e in zip(updates[i], noises[i], strict=True)] for i, sign in signed]
+                for chosen in itertools.combinations(range(size), k)
+                for signs in itertools.product((-1, 1), repeat=k)
+                if (signed := list(zip(chosen, signs, strict=True)))
+            ]
             moments = [(total_norm(c) / k, norm_of_total(c) / k**2) for c in cohorts]
             found = tuple(
                 sum((f(a, b, k) for a, b in moments), Fraction(0)) / len(cohorts)
                 for f in (formula.noise, formula.signal)
             )
-            if found != formula.expected(mu2, s2, size):
+            if found != formula.expected(mu2, s2, total_norm(noises) / size, size):
                 return False
         return True
 
-    return for_all(lambda random: draw_updates(random, least=3), holds, context, "sampling")
+    def draw(random: Random) -> tuple[Updates, Updates]:
+        updates = draw_updates(random, least=3)
+        return updates, [[Fraction(random.randint(1, 3)) for _ in u] for u in updates]
+
+    return for_all(draw, holds, context, "sampling", count=12)
 
 
 def independent_monte_carlo(formula: Unbiased, context: Context) -> Outcome:
@@ -178,7 +189,7 @@ def scale_exhaustive(formula: NoiseScale, context: Context) -> Outcome:
         return True
 
     def draw(random: Random) -> Updates:
-        return [[x + 9 if i == 0 else x for i, x in enumerate(u)] for u in draw_updates(random)]
+        return [[x + 11 if i == 0 else x for i, x in enumerate(u)] for u in draw_updates(random)]
 
     return for_all(draw, holds, context, "scale")
 
@@ -189,6 +200,49 @@ def _ratio_of_means(moments: list[tuple[Fraction, Fraction]], k: int) -> Fractio
 
 def _mean_of_ratios(moments: list[tuple[Fraction, Fraction]], k: int) -> Fraction:
     return k * sum((b / a for a, b in moments), Fraction(0)) / len(moments)
+
+
+Gap = Callable[[Any, Any, Any], Any]  # K_c·E[B]/E[A], Cov(1/Δ_S, A), E[A] → E[1/Δ_S]
+
+
+def gap_exhaustive(formula: Gap, context: Context) -> Outcome:
+    """Over all cohorts of two and three independent clients: the expected factor, in rationals."""
+
+    def holds(population: Updates) -> bool:
+        for k in (2, 3):
+            cohorts = [list(c) for c in itertools.product(population, repeat=k)]
+            sizes = [total_norm(c) / k for c in cohorts]
+            factors = [factor(c) for c in cohorts]
+            average = sum(factors, Fraction(0)) / len(cohorts)
+            size = sum(sizes, Fraction(0)) / len(cohorts)
+            products = sum((f * a for f, a in zip(factors, sizes, strict=True)), Fraction(0)) / len(cohorts)
+            covariance = products - average * size
+            scale = k * sum((norm_of_total(c) for c in cohorts), Fraction(0)) / k**2 / len(cohorts) / size
+            if average != formula(scale, covariance, size):
+                return False
+        return True
+
+    def draw(random: Random) -> Updates:
+        return [[x + 11 if i == 0 else x for i, x in enumerate(u)] for u in draw_updates(random)]
+
+    return for_all(draw, holds, context, "gap")
+
+
+def gap_symbolic(formula: Gap, context: Context) -> Outcome:
+    """With f = 1/Δ_S = K_c·B/A and moments E f, E A, E[fA] = K_c·E B as symbols."""
+    f, size, product = sp.symbols("f A fA", positive=True)  # E f, E A, E[fA]
+    return identical(formula(product / size, product - f * size, size) - f, "identity in the moments")
+
+
+def gap_steps() -> list[Step]:
+    """The covariance of a ratio with its denominator."""
+    f, size, product = sp.symbols("f A fA", positive=True)
+    return [
+        Step("In every round (1/Δ_S)·A = K_c·B; so K_c·E B/E A is, with f = E 1/Δ_S", product / size),
+        Step("Cov(1/Δ_S, A)", product - f * size),
+        Step("E 1/Δ_S − K_c·E B/E A", sp.simplify(f - product / size)),
+        Step("which is −Cov(1/Δ_S, A)/E A: none where rounds with long updates recover as much as others"),
+    ]
 
 
 # Three parts of the noise.
@@ -202,9 +256,10 @@ class Attribution:
 
 
 def attribution_exhaustive(formula: Attribution, context: Context) -> Outcome:
-    """Two clients with distributions of their own, shards of two samples, batches of one: all outcomes counted.
+    """Two clients with distributions of their own, shards of two samples: all shards and orders counted.
 
-    A client's update is the mean of its batch. Measured are half the mean squared difference of two trainings
+    A client's update is two nonlinear local steps on single samples, or one on both (then there is no minibatch
+    noise). Measured are half the mean squared difference of two trainings
     on the same shard (repeat), the noise estimate of the cohort, and the noise estimate of a cohort whose
     shards are drawn from the pooled data (pooled). True are the mean within-shard variance, the variance of
     shard means about their client's mean, and the variance (K_c − 1) of the clients' means.
@@ -213,12 +268,21 @@ def attribution_exhaustive(formula: Attribution, context: Context) -> Outcome:
     def holds(case: tuple[list[list[Fraction]], int]) -> bool:
         clients, batch = case
         n = 2
+
+        def train(samples: list[Fraction]) -> Fraction:
+            """θ − θ_k after steps on batches, from 0, of the loss (θ − x)²/2 + θ³/24 by a learning rate of ½."""
+            theta = Fraction(0)
+            for start in range(0, n, batch):
+                center = sum(samples[start : start + batch], Fraction(0)) / batch
+                theta -= (theta - center + theta**2 / 8) / 2
+            return -theta
+
         pooled = [x for values in clients for x in values]
 
         def outcomes(values: list[Fraction]) -> list[tuple[list[Fraction], list[Fraction]]]:
             """(shard, updates over all batches) for every i.i.d. shard."""
             shards = [list(shard) for shard in itertools.product(values, repeat=n)]
-            return [(s, [sum(c, Fraction(0)) / batch for c in itertools.combinations(s, batch)]) for s in shards]
+            return [(s, [train(list(order)) for order in itertools.permutations(s)]) for s in shards]
 
         def average(values: list[Fraction]) -> Fraction:
             return sum(values, Fraction(0)) / len(values)
@@ -230,7 +294,10 @@ def attribution_exhaustive(formula: Attribution, context: Context) -> Outcome:
             return average([variance(updates) for _, updates in outcomes(values)])
 
         def between(values: list[Fraction]) -> Fraction:
-            return variance([average(shard) for shard, _ in outcomes(values)])
+            return variance([average(updates) for _, updates in outcomes(values)])
+
+        def center(values: list[Fraction]) -> Fraction:
+            return average([average(updates) for _, updates in outcomes(values)])
 
         def cohort_noise(sources: list[list[Fraction]]) -> Fraction:
             """E σ̂² for independent clients: mean variance of an update, plus the variance of their means."""
@@ -243,7 +310,7 @@ def attribution_exhaustive(formula: Attribution, context: Context) -> Outcome:
         repeat = average([within(values) for values in clients])
         repeat_pooled = within(pooled)
         measured = (repeat, repeat_pooled, cohort_noise([pooled, pooled]), cohort_noise(clients))
-        heterogeneity = variance([average(values) for values in clients]) * 2
+        heterogeneity = variance([center(values) for values in clients]) * 2
         true = (
             repeat,
             between(pooled),
@@ -294,7 +361,7 @@ IDENTITY = SignalNoise(
 SAMPLING = Unbiased(
     lambda a, b, k: (a - b) * k / (k - 1),
     lambda a, b, k: a - (a - b) * k / (k - 1),
-    lambda mu2, s2, size: (s2, mu2 - s2 / size),
+    lambda mu2, s2, own, size: (s2 + own, mu2 - s2 / size),
 )
 
 CLAIMS = (
@@ -316,16 +383,21 @@ CLAIMS = (
         "estimators",
         "The estimators of signal and noise are unbiased; drawing from N clients takes a correction",
         "eqs. 13–14, finding 5",
-        "K_c of N without replacement: E σ̂² = S², E μ̂² = ‖μ_N‖² − S²/N; independent clients: E σ̂² = σ²",
+        "K_c of N without replacement: E σ̂² = S² + v, E μ̂² = ‖μ_N‖² − S²/N, v the mean variance of a client's own "
+        "noise; independent clients: E σ̂² = σ², E μ̂² = ‖μ‖²",
         SAMPLING,
         {"exhaustive": sampling_exhaustive, "monte carlo": independent_monte_carlo},
         {
             "σ̂² = A − B": replace(SAMPLING, noise=lambda a, b, k: a - b),
             "σ̂² = (A − B)(1 − 1/K_c)": replace(SAMPLING, noise=lambda a, b, k: (a - b) * (k - 1) / k),
             "μ̂² = B": replace(SAMPLING, signal=lambda a, b, k: b),
-            "no correction for N": replace(SAMPLING, expected=lambda mu2, s2, size: (s2, mu2)),
+            "no correction for N": replace(SAMPLING, expected=lambda mu2, s2, own, size: (s2 + own, mu2)),
             "variance over N": replace(
-                SAMPLING, expected=lambda mu2, s2, size: (s2 * (size - 1) / size, mu2 - s2 / size)
+                SAMPLING, expected=lambda mu2, s2, own, size: (s2 * (size - 1) / size + own, mu2 - s2 / size)
+            ),
+            "clients' own noise left out": replace(SAMPLING, expected=lambda mu2, s2, own, size: (s2, mu2 - s2 / size)),
+            "clients' own noise corrected for N": replace(
+                SAMPLING, expected=lambda mu2, s2, own, size: (s2 + own, mu2 - (s2 + own) / size)
             ),
         },
         ("μ is the population mean, not the cohort's",),
@@ -334,7 +406,7 @@ CLAIMS = (
         "noise-scale",
         "With the population's noise scale the formula is a ratio of expectations, not the expected factor",
         "finding 10, and beyond the paper",
-        "(K_c + 𝔅)/(1 + 𝔅) = K_c·E[B]/E[A], 𝔅 = σ²/‖μ‖²; it differs from E[1/Δ_S]",
+        "(K_c + 𝔅)/(1 + 𝔅) = K_c·E[B]/E[A], 𝔅 = σ²/‖μ‖²; it differs from E[1/Δ_S], see noise-scale-gap",
         NoiseScale(_ratio_of_means),
         {"exhaustive": scale_exhaustive},
         {
@@ -342,6 +414,21 @@ CLAIMS = (
             "without K_c": NoiseScale(lambda moments, k: _ratio_of_means(moments, k) / k),
         },
         ("independent clients", "μ ≠ 0"),
+    ),
+    Claim(
+        "noise-scale-gap",
+        "The expected factor falls short of the noise scale's by the covariance of the factor with the updates' size",
+        "beyond the paper",
+        "E[1/Δ_S] = (K_c + 𝔅)/(1 + 𝔅) − Cov(1/Δ_S, A)/E[A]",
+        lambda scale, covariance, size: scale - covariance / size,
+        {"symbolic": gap_symbolic, "exhaustive": gap_exhaustive},
+        {
+            "no gap": lambda scale, covariance, size: scale,
+            "with a plus": lambda scale, covariance, size: scale + covariance / size,
+            "not divided by E[A]": lambda scale, covariance, size: scale - covariance,
+        },
+        ("E[A] ≠ 0",),
+        gap_steps,
     ),
     Claim(
         "one-step-noise",
@@ -379,7 +466,7 @@ CLAIMS = (
                 lambda r, pooled, own: (2 * r[0], pooled - r[1], own - pooled)
             ),
         },
-        ("one local step, so that an update is a batch mean", "shards i.i.d., of one size"),
+        ("shards i.i.d., of one size", "any local training: an update is any function of shard and batch order"),
         note="Heterogeneity is what changes when shards come from the pooled data instead of the client's own: the "
         "spread of the clients' means, and the difference of their within-client variances.",
     ),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedmask.errors import BlockError
 
-__all__ = ["Blocks", "Granularity", "Piece", "average_buffers", "canonical_name"]
+__all__ = ["Blocks", "Granularity", "Piece", "average_buffers", "canonical_name", "named_parameters"]
 
 Granularity: TypeAlias = Literal["element", "row", "tensor", "layer", "model"]
 
@@ -86,7 +86,7 @@ class Blocks:
                 floating type.
         """
         if isinstance(model, nn.Module):
-            everything = _named_parameters(model)
+            everything = named_parameters(model)
         else:
             everything = [(canonical_name(name), tensor) for name, tensor in model.items()]
         for name, tensor in everything:
@@ -210,7 +210,7 @@ class Blocks:
         Raises:
             BlockError: if the module's parameters are not those of the reference model.
         """
-        parameters = dict(_named_parameters(model))
+        parameters = dict(named_parameters(model))
         self._matched(parameters)
         for name, view in self.views(flat).items():
             parameters[name].data = view
@@ -283,7 +283,7 @@ def average_buffers(cohort: Sequence[Mapping[str, Tensor]], weights: Sequence[fl
     return merged
 
 
-def _named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Canonical names and parameters, a tied one under each of its names."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = model.module

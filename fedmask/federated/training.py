@@ -15,11 +15,11 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedmask.blocks import Blocks, canonical_name
+from fedmask.blocks import Blocks, canonical_name, named_parameters
 from fedmask.errors import FedmaskError
 from fedmask.federated.config import BatchSize, RunConfig
 from fedmask.federated.data import ImageData
-from fedmask.federated.models import SmallCNN, resnet18
+from fedmask.federated.models import SmallCNN, crop_kernels, resnet18
 from fedmask.federated.partition import Partition
 from fedmask.randomness import Purpose, permutation, words
 
@@ -46,7 +46,12 @@ class ClientReport:
 
 
 class Trainer:
-    """A model bound to a flat vector, and the data: ready for any client of any round."""
+    """A model and the data, ready for any client of any round.
+
+    Attributes:
+        blocks: the model's parameters in flat order.
+        weights: (d,), the run's initial weights.
+    """
 
     def __init__(self, config: RunConfig, data: ImageData, partition: Partition, factory: ModelFactory | None) -> None:
         """``factory`` makes a model of your own; None makes the one that the configuration names."""
@@ -54,18 +59,16 @@ class Trainer:
         self._device = torch.device(config.device)
         self._model = initial_model(config, data, factory).to(self._device)
         self.blocks = Blocks.of(self._model)
-        self._flat = self.blocks.flatten(dict(self._model.named_parameters(remove_duplicate=False)))
-        self.blocks.bind(self._model, self._flat)
+        self.weights = self.blocks.flatten(dict(self._model.named_parameters(remove_duplicate=False)))
+        # Weight decay moves a weight without a gradient too, and what a model of one's own does is not known.
+        plain = factory is None and config.weight_decay == 0
+        self._crops = crop_kernels(self._model, data.train_images.shape[1:]) if plain else {}
+        self._parameters = dict(named_parameters(self._model))
         self._train = _resident(data.train_images, data.train_labels, self._device)
         self._test = _resident(data.test_images, data.test_labels, self._device)
         shape = (1, -1, 1, 1)
         self._mean = torch.tensor(data.channel_mean * 255, dtype=torch.float32, device=self._device).view(shape)
         self._std = torch.tensor(data.channel_std * 255, dtype=torch.float32, device=self._device).view(shape)
-
-    @property
-    def weights(self) -> Float[Tensor, " parameters"]:
-        """The flat vector that the model's parameters are views of."""
-        return self._flat
 
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the model's buffers, by canonical name."""
@@ -99,7 +102,7 @@ class Trainer:
             losses += self._gradient(shard[batch])
             optimizer.step()
             steps, seen = steps + 1, seen + len(batch)
-        torch.sub(weights.to(self._device), self._flat, out=update)
+        self._write_update(weights.to(self._device), update)
         return ClientReport(len(shard), steps, float(losses) / seen, self.buffers())
 
     @torch.no_grad()
@@ -140,10 +143,25 @@ class Trainer:
         return (images.to(self._device).float() - self._mean) / self._std
 
     def _load(self, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        self._flat.copy_(weights)
         with torch.no_grad():
+            for name, view in self.blocks.views(weights).items():
+                self._parameters[name].copy_(self._cropped(name, view))
             for name, buffer in self._named_buffers():
                 buffer.copy_(buffers[name])
+
+    def _write_update(self, weights: Tensor, update: Tensor) -> None:
+        """θ − θ_k; zero for the taps that were cut, which stay as they are."""
+        updates = self.blocks.views(update)
+        with torch.no_grad():
+            for name, view in self.blocks.views(weights).items():
+                if name in self._crops:
+                    updates[name].zero_()
+                trained = self._parameters[name]
+                torch.sub(self._cropped(name, view), trained, out=self._cropped(name, updates[name]))
+
+    def _cropped(self, name: str, weight: Tensor) -> Tensor:
+        crop = self._crops.get(name)
+        return weight if crop is None else weight[:, :, *crop]
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         return ((canonical_name(name), buffer) for name, buffer in self._model.named_buffers())

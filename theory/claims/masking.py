@@ -127,7 +127,7 @@ def monte_carlo(formula: Penalty, context: Context) -> Outcome:
 
     bound = largest_excess(formula.scheme, case, keep)
     sampled = sampled_mean_equals(
-        draw, claimed, bounds=(0.0, bound), tolerance=0.1 * abs(claimed), alpha=context.alpha, most=12_000
+        draw, claimed, bounds=(0.0, bound), tolerance=0.15 * abs(claimed), alpha=context.alpha, most=12_000
     )
     return sampled_outcome(sampled, claimed)
 

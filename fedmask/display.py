@@ -19,10 +19,20 @@ __all__ = ["RunDisplay", "number", "percent", "rounds_table", "run_app"]
 class RunDisplay:
     """Shows a run as it goes; give :meth:`update` to ``simulate`` as ``on_progress``."""
 
-    def __init__(self, rounds: int, cohort: int, *, done: int = 0, quiet: bool = False, label: str = "") -> None:
-        """A run of ``rounds`` rounds, ``done`` of which are done already."""
+    def __init__(
+        self,
+        rounds: int,
+        cohort: int,
+        *,
+        done: int = 0,
+        quiet: bool = False,
+        label: str = "",
+        suffix: Callable[[int], str] = lambda round_: "",
+    ) -> None:
+        """A run of ``rounds`` rounds, ``done`` of which are done already; ``suffix`` ends the line of a round."""
         self._console = Console(stderr=True, quiet=quiet)
         self._live = self._console.is_terminal and not quiet
+        self._suffix = suffix
         self._rounds, self._cohort, self._label = rounds, cohort, f"{label} " if label else ""
         self._bars = Bars(
             TextColumn("{task.description}"),
@@ -56,7 +66,8 @@ class RunDisplay:
             completed = (progress.round - 1) * self._cohort + progress.clients_done
             self._bars.update(self._task, completed=completed)
             return
-        line = f"{self._label}round {progress.round}/{self._rounds}  {_figures(progress.record)}"
+        suffix = self._suffix(progress.round)
+        line = f"{self._label}round {progress.round}/{self._rounds}  {_figures(progress.record)}{suffix}"
         self._bars.update(self._task, completed=progress.round * self._cohort, description=line)
         if not self._live:
             self._console.print(line, highlight=False, soft_wrap=True)

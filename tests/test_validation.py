@@ -32,7 +32,7 @@ def test_the_cliff_is_judged_at_like_steps_and_may_be_not_seen():
 def test_every_protocol_that_comes_with_the_kit_can_be_read():
     assert "quick" in protocol_names()
     for name in protocol_names():
-        protocol = load_protocol(name, seed=4)
+        protocol = load_protocol(name, seeds=[4])
         slugs = [cell.slug for cell in protocol.cells]
         assert len(set(slugs)) == len(slugs)
         assert all(cell.config.seed == 4 for cell in protocol.cells)

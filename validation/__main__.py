@@ -4,12 +4,14 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
 from fedmask.display import run_app
-from validation.protocol import load_protocol, protocol_names
-from validation.run import cliff, run_protocol, summary_table
+from fedmask.errors import FedmaskError
+from validation.protocol import Protocol, load_protocol, protocol_names
+from validation.run import cliff, plan, plan_table, run_protocol, summary_table
 
 app = typer.Typer(
     help="Rerun the paper's experiment.",
@@ -25,26 +27,69 @@ def _root() -> None:
     """Rerun the paper's experiment with the masking code of fedmask."""
 
 
+Name = Annotated[str, typer.Argument(help=f"One of {', '.join(protocol_names())}, or a TOML file of your own.")]
+Out = Annotated[Path | None, typer.Option(help="Default: runs/PROTOCOL.")]
+Data = Annotated[str | None, typer.Option(help="Another data set than the protocol's: see fedmask simulate.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute; auto: cuda where there is one.")]
+Cells = Annotated[str | None, typer.Option(help="Only these cells, by id and separated by commas; plan lists them.")]
+Seeds = Annotated[str | None, typer.Option(help="Seeds separated by commas; default: the protocol's.")]
+Processes = Annotated[int | None, typer.Option(help="Processes on the CPU; default: one a core.")]
+
+
 @app.command()
 def run(
-    protocol: Annotated[str, typer.Argument(help=f"One of {', '.join(protocol_names())}, or a TOML file of your own.")],
-    out: Annotated[Path | None, typer.Option(help="Default: runs/PROTOCOL.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Another data set than the protocol's: see fedmask simulate.")
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
-    workers: Annotated[int | None, typer.Option(help="Processes on the CPU; default: one a core.")] = None,
+    protocol: Name,
+    out: Out = None,
+    data: Data = None,
+    device: Device = "auto",
+    cells: Cells = None,
+    seeds: Seeds = None,
+    workers: Processes = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the table.")] = False,
 ) -> None:
-    """Run the cells of a protocol and print them side by side; the same command goes on after an interruption."""
-    chosen = load_protocol(protocol, device=device, seed=seed)
+    """Run the cells of a protocol and print them side by side; the same command goes on after an interruption.
+
+    Every cell has a directory of its own below --out, so cells can be run on several machines and their
+    directories put together.
+    """
+    chosen = _chosen(protocol, device, cells, seeds)
     directory = out or Path("runs") / chosen.name
     summaries = run_protocol(chosen, directory, data=data, workers=workers, quiet=quiet)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = _console()
     console.print(summary_table(chosen, summaries))
     console.print(cliff(summaries), highlight=False)
     console.print(f"Rounds, checkpoints and provenance are in {directory}.", highlight=False)
+
+
+@app.command(name="plan")
+def plan_command(
+    protocol: Name,
+    out: Out = None,
+    data: Data = None,
+    device: Device = "auto",
+    cells: Cells = None,
+    seeds: Seeds = None,
+    workers: Processes = None,
+) -> None:
+    """Print what the cells cost, from a measured training step, before anything runs; what is done counts as done."""
+    chosen = _chosen(protocol, device, cells, seeds)
+    costs = plan(chosen, out or Path("runs") / chosen.name, data=data, workers=workers)
+    _console().print(plan_table(chosen, costs))
+
+
+def _chosen(protocol: str, device: str, cells: str | None, seeds: str | None) -> Protocol:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        numbers = None if seeds is None else [int(seed) for seed in seeds.split(",")]
+    except ValueError:
+        raise FedmaskError(f"--seeds is {seeds!r}; give whole numbers separated by commas, such as 0,1,2") from None
+    names = None if cells is None else [cell.strip() for cell in cells.split(",")]
+    return load_protocol(protocol, device=device, seeds=numbers, cells=names)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""Run a protocol's cells, each resumable on its own, and lay them side by side."""
+"""Run a protocol's cells, each resumable on its own, and say beforehand what that costs."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from fedmask.display import RunDisplay, number, percent
-from fedmask.federated import load_data, simulate
+from fedmask.federated import ImageData, RunConfig, dirichlet_partition, load_data, simulate
+from fedmask.federated.training import Trainer
+from fedmask.federated.workers import default_workers
 from validation.protocol import Cell, Protocol
 
-__all__ = ["cliff", "run_protocol", "summary_table"]
+__all__ = ["Cost", "cliff", "duration", "image_passes", "plan", "plan_table", "run_protocol", "summary_table"]
 
 
 def run_protocol(
@@ -18,14 +23,135 @@ def run_protocol(
 ) -> list[tuple[Cell, dict[str, Any]]]:
     """Run every cell, or go on with it, in a directory of its own below ``out``; return the summaries."""
     images = load_data(data or protocol.data, progress=not quiet)
+    left = _TimeLeft(protocol, out, len(images.train_labels))
     summaries = []
-    for cell in protocol.cells:
-        with RunDisplay(cell.config.rounds, cell.config.cohort, quiet=quiet, label=cell.name) as display:
+    for place, cell in enumerate(protocol.cells, 1):
+        label = f"{place}/{len(protocol.cells)} {cell.name}"
+        suffix = left.of(cell)
+        with RunDisplay(cell.config.rounds, cell.config.cohort, quiet=quiet, label=label, suffix=suffix) as display:
             result = simulate(
-                cell.config, data=images, out=out / cell.slug, workers=workers, on_progress=display.update
+                cell.config,
+                data=images,
+                out=out / cell.slug,
+                workers=workers,
+                keep_every=max(1, cell.config.rounds // 2),  # for the attribution of the noise
+                on_progress=display.update,
             )
         summaries.append((cell, {**result.summary, "local_steps": _median_steps(result.records)}))
     return summaries
+
+
+def image_passes(config: RunConfig, train_samples: int, test_samples: int) -> tuple[int, int]:
+    """(images trained on, images evaluated) in one round: a client's shard is taken to be an even share."""
+    shard = train_samples // config.clients
+    seen = shard * config.local_epochs
+    if config.local_steps is not None:
+        seen = config.local_steps * (shard if config.batch_size == "full" else min(config.batch_size, shard))
+    return config.cohort * seen, test_samples // config.evaluate_every
+
+
+class _TimeLeft:
+    """The time left for all cells, from the image passes done since the start."""
+
+    def __init__(self, protocol: Protocol, out: Path, samples: int) -> None:
+        self._start, self._done = time.monotonic(), 0
+        self._passes = {cell.slug: image_passes(cell.config, samples, 0)[0] for cell in protocol.cells}
+        self._rounds = {cell.slug: cell.config.rounds - rounds_done(out / cell.slug) for cell in protocol.cells}
+
+    def of(self, cell: Cell) -> Callable[[int], str]:
+        def line(round_: int) -> str:
+            self._done += self._passes[cell.slug]
+            self._rounds[cell.slug] = cell.config.rounds - round_
+            left = sum(self._passes[slug] * rounds for slug, rounds in self._rounds.items())
+            return f"  all cells: {duration((time.monotonic() - self._start) * left / self._done)} left"
+
+        return line
+
+
+def rounds_done(directory: Path) -> int:
+    """Rounds logged in a run's directory; 0 where there is none."""
+    log = directory / "rounds.jsonl"
+    return len(log.read_bytes().splitlines()) if log.exists() else 0
+
+
+def duration(seconds: float) -> str:
+    """Hours and minutes, or minutes and seconds."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a cell costs: image passes of all its rounds, those still to do, and the seconds they take."""
+
+    cell: Cell
+    passes: int
+    left: int
+    seconds: float
+
+
+def plan(protocol: Protocol, out: Path, *, data: str | None = None, workers: int | None = None) -> list[Cost]:
+    """Measure a training step of each kind on one client, and count what every cell takes."""
+    images = load_data(data or protocol.data)
+    rates: dict[tuple[Any, ...], tuple[float, float]] = {}
+    costs = []
+    for cell in protocol.cells:
+        config = cell.config
+        kind = (config.batch_size, config.model, config.stem, config.groups, config.device)
+        if kind not in rates:
+            rates[kind] = _measured_rates(config, images)
+        count = default_workers(config) if workers is None else workers
+        trained, tested = image_passes(config, len(images.train_labels), len(images.test_labels))
+        left = config.rounds - rounds_done(out / cell.slug)
+        seconds = left * (trained / rates[kind][0] + tested / rates[kind][1]) / count
+        costs.append(Cost(cell, config.rounds * (trained + tested), left * (trained + tested), seconds))
+    return costs
+
+
+def plan_table(protocol: Protocol, costs: Sequence[Cost]) -> Table:
+    """The costs, with their sum."""
+    table = Table(title=f"{protocol.title}\nWhat is to do, by a training step measured now", title_justify="left")
+    for column in ("cell", "id", "seed"):
+        table.add_column(column)
+    for column in ("image passes", "to do", "time"):
+        table.add_column(column, justify="right")
+    for cost in costs:
+        numbers = (f"{cost.passes:,}", f"{cost.left:,}", duration(cost.seconds))
+        table.add_row(cost.cell.name, cost.cell.id, str(cost.cell.config.seed), *numbers)
+    table.add_section()
+    totals = (sum(cost.passes for cost in costs), sum(cost.left for cost in costs))
+    table.add_row("all", "", "", *(f"{n:,}" for n in totals), duration(sum(cost.seconds for cost in costs)))
+    return table
+
+
+def _measured_rates(config: RunConfig, images: ImageData) -> tuple[float, float]:
+    """Images a second of one process, trained on and evaluated."""
+    steps = 1 if config.batch_size == "full" else max(1, 256 // config.batch_size)
+    trial = replace(config, local_steps=steps)
+    partition = dirichlet_partition(images.train_labels, config.clients, config.alpha, config.seed)
+    trainer = Trainer(trial, images, partition, None)
+    weights, buffers = trainer.weights.clone(), trainer.buffers()
+    update = torch.empty_like(weights)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        client = int(partition.counts.argmax())
+        trainer.train(1, client, weights, buffers, update)  # the first one is slow
+        start = time.perf_counter()
+        trainer.train(1, client, weights, buffers, update)
+        if config.device != "cpu":
+            torch.cuda.synchronize()
+        trained = time.perf_counter() - start
+        start = time.perf_counter()
+        trainer.evaluate(weights, buffers, 0)
+        tested = time.perf_counter() - start
+    finally:
+        torch.set_num_threads(before)
+    shard = int(partition.counts[client])
+    seen = shard if config.batch_size == "full" else min(steps * config.batch_size, steps * shard)
+    return seen / trained, min(config.evaluation_batch, len(images.test_labels)) / tested
 
 
 def summary_table(protocol: Protocol, summaries: Sequence[tuple[Cell, Mapping[str, Any]]]) -> Table:

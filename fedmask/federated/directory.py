@@ -48,13 +48,18 @@ class Checkpoint:
 class RunDirectory:
     """A directory of one configuration; opening it again goes on where it stopped."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], *, overwrite: bool = False, keep_every: int | None = None
+    ) -> None:
         """Open or make the directory of the run with this identity (the content of config.json).
+
+        Checkpoints of rounds that ``keep_every`` divides are never forgotten.
 
         Raises:
             RunDirectoryError: if it holds a run of another identity, or files that are no run.
         """
         self.path = path
+        self._keep_every = keep_every
         self._lost: dict[int, str] = {}
         self.diverged: list[int] = []
         if overwrite:
@@ -98,7 +103,7 @@ class RunDirectory:
         _append(self.path / "times.jsonl", to_json({"round": round_, **seconds}) + "\n")
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint whole, and forget all but it and the one before."""
+        """Write a checkpoint whole, and forget all but it, the one before and those to keep."""
         stream = io.BytesIO()
         torch.save(
             {
@@ -113,6 +118,8 @@ class RunDirectory:
         write_atomic(path, content)
         write_atomic(path.with_suffix(".sha256"), (hashlib.sha256(content).hexdigest() + "\n").encode())
         for old in self._checkpoints()[2:]:
+            if self._keep_every is not None and int(old.stem.removeprefix("round-")) % self._keep_every == 0:
+                continue
             old.with_suffix(".sha256").unlink(missing_ok=True)
             old.unlink()
 
@@ -131,6 +138,19 @@ class RunDirectory:
                 starts = []
         write_json(path, {"starts": [*starts, provenance]})
 
+    def checkpoint(self, round_: int) -> Checkpoint:
+        """The checkpoint of a round.
+
+        Raises:
+            RunDirectoryError: if it is not there, or not whole.
+        """
+        path = self.path / "checkpoints" / f"round-{round_:06d}.pt"
+        there = [int(known.stem.removeprefix("round-")) for known in reversed(self._checkpoints())]
+        found = _loaded(path) if path.exists() else None
+        if found is None:
+            raise RunDirectoryError(f"{path} is missing or not whole; there are checkpoints of rounds {there}")
+        return found
+
     def records(self) -> list[dict[str, Any]]:
         """The rounds logged so far."""
         log = self.path / "rounds.jsonl"
@@ -138,19 +158,8 @@ class RunDirectory:
 
     def _newest(self) -> Checkpoint | None:
         for path in self._checkpoints():
-            content = path.read_bytes()
-            digest = path.with_suffix(".sha256")
-            # Nothing is unpickled that does not have its checksum, and then by PyTorch's restricted loader.
-            if not digest.exists() or digest.read_text().strip() != hashlib.sha256(content).hexdigest():
-                continue
-            try:
-                state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-                return Checkpoint(state["round"], state["parameters"], state["buffers"])
-            except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError):
-                raise RunDirectoryError(
-                    f"{path} has its checksum but is not a checkpoint of fedmask, and nothing of it was executed; "
-                    "remove it to go on from the one before"
-                ) from None
+            if (found := _loaded(path)) is not None:
+                return found
         return None
 
     def _checkpoints(self) -> list[Path]:
@@ -171,6 +180,23 @@ class RunDirectory:
         for name in reversed(_OWN):  # config.json last, so that a clearing cut short can be repeated
             child = self.path / name
             shutil.rmtree(child) if child.is_dir() else child.unlink(missing_ok=True)
+
+
+def _loaded(path: Path) -> Checkpoint | None:
+    """The checkpoint in a file, or None if the file is not whole."""
+    content = path.read_bytes()
+    digest = path.with_suffix(".sha256")
+    # Nothing is unpickled that does not have its checksum, and then by PyTorch's restricted loader.
+    if not digest.exists() or digest.read_text().strip() != hashlib.sha256(content).hexdigest():
+        return None
+    try:
+        state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        return Checkpoint(state["round"], state["parameters"], state["buffers"])
+    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError):
+        raise RunDirectoryError(
+            f"{path} has its checksum but is not a checkpoint of fedmask, and nothing of it was executed; "
+            "remove it to go on from the one before"
+        ) from None
 
 
 def _check_identity(config: Path, identity: Mapping[str, Any]) -> None:

@@ -111,6 +111,7 @@ def simulate(
     out: Path | str | None = None,
     workers: int | None = None,
     overwrite: bool = False,
+    keep_every: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> RunResult:
     """Run FedAvg, or go on with it.
@@ -122,6 +123,7 @@ def simulate(
         out: the run directory; None keeps the run in memory.
         workers: processes on the CPU; None is one a core.
         overwrite: start again where ``out`` holds another run.
+        keep_every: keep the checkpoints of the rounds that it divides, beside the newest two.
         on_progress: told of every client and every round.
 
     Raises:
@@ -137,7 +139,8 @@ def simulate(
     state = _State(0, trainer.weights.clone(), trainer.buffers())
     directory = None
     if out is not None:
-        directory = RunDirectory(Path(out), _identity(config, images, partition, trainer.blocks), overwrite=overwrite)
+        identity = _identity(config, images, partition, trainer.blocks)
+        directory = RunDirectory(Path(out), identity, overwrite=overwrite, keep_every=keep_every)
         if (checkpoint := directory.resume()) is not None:
             state = _restored(checkpoint, trainer)
         directory.describe({**provenance(config.device), "workers": workers, "resumed_after": state.round})

@@ -39,7 +39,7 @@ def test_every_protocol_that_comes_with_the_kit_can_be_read():
 
 
 def test_a_protocol_that_is_unknown_or_wrong_is_refused(tmp_path):
-    with pytest.raises(FedmaskError, match="protocol 'nothing' is unknown; use one of quick"):
+    with pytest.raises(FedmaskError, match="protocol 'nothing' is unknown; use one of paper, quick, short"):
         load_protocol("nothing")
     (tmp_path / "own.toml").write_text('name = "own"\n[defaults]\n[[cells]]\nname = "a"\ncolour = 1\n')
     with pytest.raises(FedmaskError, match="field 'colour' is unknown|is no protocol"):

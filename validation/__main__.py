@@ -10,7 +10,18 @@ from rich.console import Console
 
 from fedmask.display import run_app
 from fedmask.errors import FedmaskError
+from fedmask.files import to_json
+from validation.compare import (
+    comparison_json,
+    comparison_tables,
+    comparisons,
+    markdown,
+    settings,
+    verdict_table,
+    verdicts,
+)
 from validation.protocol import Protocol, load_protocol, protocol_names
+from validation.records import load_records, record_runs, unfinished
 from validation.run import cliff, plan, plan_table, run_protocol, summary_table
 
 app = typer.Typer(
@@ -75,6 +86,47 @@ def plan_command(
     chosen = _chosen(protocol, device, cells, seeds)
     costs = plan(chosen, out or Path("runs") / chosen.name, data=data, workers=workers)
     _console().print(plan_table(chosen, costs))
+
+
+Directories = Annotated[list[Path], typer.Argument(help="Directories of runs or of records; several are put together.")]
+
+
+@app.command()
+def record(
+    directory: Annotated[Path, typer.Argument(help="A directory of runs.")],
+    to: Annotated[Path, typer.Option(help="Where the records go.")],
+) -> None:
+    """Write a small JSON file of every finished run: configuration, seed, data, versions, device, every round."""
+    files = record_runs(directory, to)
+    for file in files:
+        typer.echo(f"{file} ({file.stat().st_size / 1024:.0f} KiB)")
+    for line in unfinished([directory]):
+        typer.echo(f"not finished: {line}")
+
+
+@app.command()
+def compare(
+    directories: Directories,
+    as_json: Annotated[bool, typer.Option("--json", help="Strict JSON instead of tables.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown instead of tables.")] = False,
+) -> None:
+    """Lay finished runs beside the paper's tables, each figure with its interval, and judge the paper's claims."""
+    found = comparisons(load_records(directories))
+    if as_json:
+        typer.echo(to_json([comparison_json(kind) for kind in found], indent=2))
+    elif as_markdown:
+        typer.echo("\n".join(markdown(kind) for kind in found), nl=False)
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        for kind in found:
+            for table in comparison_tables(kind):
+                console.print(table)
+            if any(row.paper for row in kind.rows):
+                console.print(verdict_table(verdicts(kind.rows)))
+            for line in settings(kind):
+                console.print(f"Runs: {line}.", highlight=False)
+    for line in unfinished(directories):
+        typer.echo(f"not finished: {line}", err=True)
 
 
 def _chosen(protocol: str, device: str, cells: str | None, seeds: str | None) -> Protocol:

@@ -129,6 +129,21 @@ def compare(
         typer.echo(f"not finished: {line}", err=True)
 
 
+@app.command()
+def report(
+    directories: Directories,
+    out: Annotated[Path, typer.Option(help="Where report.html and its figures go.")] = Path("runs/report"),
+) -> None:
+    """Write one self-contained HTML file about finished runs, with figures, and the figures as PNG files."""
+    records = load_records(directories)
+    try:
+        from validation.report import write_report
+    except ModuleNotFoundError as error:
+        raise FedmaskError(f"the report needs {error.name}: pip install 'fedmask[report]'") from None
+    for file in write_report(records, out, waiting=unfinished(directories)):
+        typer.echo(file)
+
+
 def _chosen(protocol: str, device: str, cells: str | None, seeds: str | None) -> Protocol:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

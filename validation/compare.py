@@ -81,8 +81,8 @@ class Estimate:
     Attributes:
         value: median over the seeds of each run's median over its last quarter (accuracy: at the end; share
             below one: over all rounds).
-        within: a 95 % interval within the run of the lowest seed: block bootstrap over rounds; for the accuracy
-            Wilson's over test images.
+        within: a 95 % interval within the run of the lowest seed: block bootstrap over rounds; Wilson's over test
+            images for the accuracy, and over blocks of rounds for a share of none or all.
         seeds: smallest and largest over the seeds, or None for one seed.
     """
 
@@ -164,6 +164,9 @@ def _within(quantity: str, run: Record) -> tuple[float, float]:
     if quantity == "accuracy":
         return wilson(run.accuracy(), int(run.content["data"]["test_samples"]))
     series, statistic = _series(quantity, run)
+    if quantity == "share_below_one" and _value(quantity, run) in (0, 1):
+        # Resampling what never varied says nothing; a block of √n rounds counts as one trial.
+        return wilson(_value(quantity, run), round(len(series) ** 0.5))
     return block_bootstrap(series, lambda resampled: statistic(resampled, axis=1))
 
 
@@ -395,9 +398,16 @@ def _table(title: str, chosen: Sequence[Row]) -> Table:
     return table
 
 
+def formatter(quantity: str) -> Callable[[float | None], str]:
+    """How a quantity is written: the factors with two decimals, as the paper has them."""
+    if quantity in ("accuracy", "share_below_one"):
+        return percent
+    return number if quantity in ("signal", "noise") else lambda value: "–" if value is None else f"{value:.2f}"
+
+
 def cell_text(row: Row, quantity: str, *, separator: str = "\n") -> str:
     """Paper, ours, the interval within the run, and the spread over seeds."""
-    show = percent if quantity in ("accuracy", "share_below_one") else number
+    show = formatter(quantity)
     estimate = row.ours[quantity]
     paper = "" if row.paper is None else f"{show(row.paper.values[quantity])} · "
     low, high = estimate.within

@@ -1,0 +1,168 @@
+"""One self-contained HTML file about recorded runs, and the figures in it as PNG files beside it."""
+
+import base64
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedmask.federated.provenance import now
+from fedmask.files import write_atomic
+from validation.compare import QUANTITIES, TITLES, Comparison, Row, comparisons, formatter, settings, verdicts
+from validation.figures import FIGURES, draw, save
+from validation.records import Record
+
+__all__ = ["INFERRED", "write_report"]
+
+# What the paper does not state, and what the runs have instead.
+INFERRED = (
+    ("stem", lambda c: f"{c.stem} (the paper does not say which)"),
+    ("groups of GroupNorm", lambda c: str(c.groups)),
+    ("momentum", lambda c: f"{c.momentum:g}"),
+    ("weight decay", lambda c: f"{c.weight_decay:g}"),
+    ("augmentation", lambda c: "none"),
+    ("learning-rate schedule", lambda c: "constant"),
+    ("gradient clipping", lambda c: "none"),
+    ("normalization of images", lambda c: "mean and deviation of the training set's channels"),
+    ("least samples of a client", lambda c: str(c.min_samples)),
+    ("weighted recovery factor", lambda c: "‖Σa_kΔ_k‖²/Σa_k²‖Δ_k‖², a_k = n_k/Σn"),
+    ("keep probability p", lambda c: "none needed: the statistics are of the unmasked updates"),
+    ("full batch", lambda c: f"one gradient step an epoch, the gradient summed over chunks of {c.chunk_size} images"),
+)
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.3rem; margin-top: 2.5rem; } h3 { font-size: 1.05rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.85rem; margin: 0.5rem 0 1rem; }
+th, td { border-bottom: 1px solid #ccc; padding: 0.3rem 0.6rem; text-align: left; vertical-align: top; }
+th { border-bottom: 2px solid #666; } td.n { text-align: right; white-space: nowrap; }
+small { color: #555; display: block; } img { max-width: 100%; } figure { margin: 1rem 0; }
+figcaption { color: #333; font-size: 0.9rem; } .reproduced { color: #005a8c; font-weight: 600; }
+.not-reproduced { color: #a33b00; font-weight: 600; } .cannot-be-judged { color: #555; }
+"""
+
+
+def write_report(records: Sequence[Record], out: Path, *, waiting: Sequence[str] = ()) -> list[Path]:
+    """Write report.html and its figures into ``out``; return the files.
+
+    Args:
+        records: finished runs.
+        out: a folder, made if need be.
+        waiting: runs that are not finished, to be named.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    files, parts = [], []
+    found = comparisons(records)
+    for place, kind in enumerate(found):
+        parts.append(f"<h2>{_text(kind.label)}</h2>")
+        parts.append(_tables(kind))
+        if any(row.paper for row in kind.rows):
+            parts.append(_verdicts(kind))
+        for name, (title, _) in FIGURES.items():
+            figure = draw(name, kind)
+            if figure is not None:
+                path = out / (f"{name}.png" if len(found) == 1 else f"{name}-{place + 1}.png")
+                save(figure, path)
+                files.append(path)
+                parts.append(_image(path, title))
+        parts.append(_inferred(kind))
+        parts.append(_provenance(kind))
+    if waiting:
+        parts.append("<h2>Not finished</h2><ul>" + "".join(f"<li>{_text(line)}</li>" for line in waiting) + "</ul>")
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>How much regularization survives averaging</title><style>{STYLE}</style></head><body>"
+        "<h1>How much regularization survives averaging: the CIFAR-10 experiment</h1>"
+        f"<p>{_lead(found)} Written {_text(now())}.</p>{''.join(parts)}</body></html>\n"
+    )
+    report = out / "report.html"
+    write_atomic(report, page.encode("utf-8"))
+    return [report, *files]
+
+
+def _lead(found: Sequence[Comparison]) -> str:
+    runs = sum(len({r.slug for row in kind.rows for r in row.records}) for kind in found)
+    return (
+        f"{runs} finished {'run' if runs == 1 else 'runs'}. A figure is the median over seeds of each run's median "
+        "over its last quarter of rounds; accuracy is at the end; the share below one is of all rounds. In brackets: "
+        "a 95 % interval within one run, by a block bootstrap over rounds, which says nothing of other seeds; for the "
+        "accuracy, over test images. In parentheses: smallest to largest over seeds, where there are several."
+    )
+
+
+def _tables(kind: Comparison) -> str:
+    parts = []
+    for part, title in ((1, "Table I"), (2, "Table II"), (None, "Not in the paper")):
+        chosen = [row for row in kind.rows if (row.paper.table if row.paper else None) == part]
+        if not chosen:
+            continue
+        head = "".join(f"<th>{_text(TITLES[q])}</th>" for q in QUANTITIES)
+        body = "".join(
+            f"<tr><td>{_text(row.name)}</td><td class=n>{row.local_steps}</td>"
+            + "".join(f"<td class=n>{_cell(row, quantity)}</td>" for quantity in QUANTITIES)
+            + "</tr>"
+            for row in chosen
+        )
+        caption = "ours, and below it the interval and the paper's figure" if part else "ours, with its interval"
+        parts.append(
+            f"<h3>{title}: {caption}</h3><div class=scroll><table><tr><th>cell</th><th>local steps</th>{head}</tr>"
+            f"{body}</table></div>"
+        )
+    return "".join(parts)
+
+
+def _cell(row: Row, quantity: str) -> str:
+    show = formatter(quantity)
+    estimate = row.ours[quantity]
+    low, high = estimate.within
+    lines = [f"<b>{show(estimate.value)}</b>"]
+    if low == low:
+        lines.append(f"<small>[{show(low)}, {show(high)}]</small>")
+    if estimate.seeds is not None:
+        lines.append(f"<small>({show(estimate.seeds[0])} to {show(estimate.seeds[1])})</small>")
+    if row.paper is not None:
+        lines.append(f"<small>paper {show(row.paper.values[quantity])}</small>")
+    return "".join(lines)
+
+
+def _verdicts(kind: Comparison) -> str:
+    body = "".join(
+        f"<tr><td>{_text(v.claim)}</td><td class={v.verdict.replace(' ', '-')}>{v.verdict}</td>"
+        f"<td>{_text(v.paper)}</td><td>{_text(v.ours)}</td></tr>"
+        for v in verdicts(kind.rows)
+    )
+    return (
+        "<h3>The paper's claims</h3><p>The paper states them in words; the thresholds are ours.</p>"
+        "<div class=scroll><table><tr><th>claim</th><th>verdict</th><th>paper</th><th>ours</th></tr>"
+        f"{body}</table></div>"
+    )
+
+
+def _image(path: Path, title: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    caption = f"<figcaption>{_text(title)}.</figcaption>"
+    return f'<figure><img alt="{_text(title)}" src="data:image/png;base64,{data}">{caption}</figure>'
+
+
+def _inferred(kind: Comparison) -> str:
+    config = kind.rows[0].records[0].config
+    body = "".join(f"<tr><td>{_text(name)}</td><td>{_text(value(config))}</td></tr>" for name, value in INFERRED)
+    return f"<h3>Settings that the paper does not state: inferred</h3><table>{body}</table>"
+
+
+def _provenance(kind: Comparison) -> str:
+    seen: dict[str, Record] = {record.slug: record for row in kind.rows for record in row.records}
+    body = ""
+    for slug, record in seen.items():
+        where = record.content["provenance"]
+        commits = ", ".join((commit or "unknown")[:7] for commit in where["commits"])
+        versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+        cells = (slug, where["started"], where["starts"], where["device"], commits, versions)
+        body += "<tr>" + "".join(f"<td>{_text(str(cell))}</td>" for cell in cells) + "</tr>"
+    head = "".join(f"<th>{name}</th>" for name in ("run", "started", "starts", "device", "commit", "versions"))
+    lines = "".join(f"<li>{_text(line)}</li>" for line in settings(kind))
+    return f"<h3>Provenance</h3><ul>{lines}</ul><div class=scroll><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _text(value: str) -> str:
+    return html.escape(value)

@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     PARTITION = 18
     INITIAL_WEIGHTS = 19
     TRAINING = 20
+    POOLED_SHARDS = 21
 
 
 def words(

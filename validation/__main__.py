@@ -7,10 +7,15 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from fedmask.display import run_app
 from fedmask.errors import FedmaskError
+from fedmask.federated import load_data
 from fedmask.files import to_json
+from validation.attribution import attribute as measure_parts
+from validation.attribution import batch_sizes as measure_batch_sizes
+from validation.attribution import batch_table, load_measurements, open_state, parts_table, write_measurement
 from validation.compare import (
     comparison_json,
     comparison_tables,
@@ -130,6 +135,37 @@ def compare(
 
 
 @app.command()
+def attribute(
+    run: Annotated[Path, typer.Argument(help="The directory of one run, with checkpoints.")],
+    rounds: Annotated[str, typer.Option(help="After which rounds, separated by commas; 0: the initial weights.")] = "0",
+    sizes: Annotated[
+        str | None,
+        typer.Option("--batch-sizes", help="Instead, for one local step, the noise at these sizes: 8,32,128."),
+    ] = None,
+    data: Data = None,
+    to: Annotated[
+        Path | None, typer.Option(help="Where the JSON files go; default: attribution beside the run.")
+    ] = None,
+) -> None:
+    """Measure what the noise of a round is made of: minibatches, finite shards, heterogeneity.
+
+    Or with --batch-sizes, what per-sample gradients predict for one local step, beside what it is.
+    """
+    after, wanted = _numbers("--rounds", rounds), None if sizes is None else _numbers("--batch-sizes", sizes)
+    images = load_data(data or "cifar10")
+    for round_ in after:
+        state = open_state(run, round_, images)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            if wanted is None:
+                found = measure_parts(state, progress=progress)
+            else:
+                found = measure_batch_sizes(state, wanted, progress=progress)
+        path = write_measurement(found, to or run.parent / "attribution")
+        _console().print((parts_table if wanted is None else batch_table)([found]))
+        typer.echo(path)
+
+
+@app.command()
 def report(
     directories: Directories,
     out: Annotated[Path, typer.Option(help="Where report.html and its figures go.")] = Path("runs/report"),
@@ -140,19 +176,24 @@ def report(
         from validation.report import write_report
     except ModuleNotFoundError as error:
         raise FedmaskError(f"the report needs {error.name}: pip install 'fedmask[report]'") from None
-    for file in write_report(records, out, waiting=unfinished(directories)):
+    measured = {kind: load_measurements(directories, kind) for kind in ("attribution", "batch sizes")}
+    for file in write_report(records, out, waiting=unfinished(directories), measured=measured):
         typer.echo(file)
 
 
 def _chosen(protocol: str, device: str, cells: str | None, seeds: str | None) -> Protocol:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        numbers = None if seeds is None else [int(seed) for seed in seeds.split(",")]
-    except ValueError:
-        raise FedmaskError(f"--seeds is {seeds!r}; give whole numbers separated by commas, such as 0,1,2") from None
+    numbers = None if seeds is None else _numbers("--seeds", seeds)
     names = None if cells is None else [cell.strip() for cell in cells.split(",")]
     return load_protocol(protocol, device=device, seeds=numbers, cells=names)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise FedmaskError(f"{option} is {text!r}; give whole numbers separated by commas, such as 0,1,2") from None
 
 
 def _console() -> Console:

@@ -1,7 +1,9 @@
 """The report's figures, each drawn from records alone and readable on its own."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -12,10 +14,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from validation.attribution import OWN_LAW, PARTS
 from validation.compare import Comparison, Row, paper_cells
 from validation.records import Record
 
-__all__ = ["FIGURES", "draw", "save"]
+__all__ = ["FIGURES", "MEASURED", "draw", "draw_measured", "save"]
 
 # Okabe and Ito's colours, which readers with colour blindness tell apart; a marker and a line style go with each.
 COLOURS = {"full": "#0072B2", "128": "#E69F00", "32": "#009E73", "other": "#CC79A7"}
@@ -165,6 +168,18 @@ FIGURES: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
 }
 
 
+MEASURED: dict[str, tuple[str, str]] = {  # kind of measurement → file name and title
+    "attribution": ("noise-parts", "What the noise is made of"),
+    "batch sizes": ("batch-sizes", "Noise of one local step against the batch size"),
+}
+
+
+def draw_measured(kind: str, found: Sequence[Mapping[str, Any]]) -> Figure:
+    """The figure of one kind of measurement."""
+    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        return noise_parts_figure(found) if kind == "attribution" else batch_size_figure(found)
+
+
 def draw(name: str, found: Comparison) -> Figure | None:
     """One figure of FIGURES, or None if the runs have nothing for it."""
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
@@ -216,3 +231,45 @@ def _log_x(axes: Axes) -> None:
 
 def _outside_legend(axes: Axes) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+
+
+def noise_parts_figure(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Shares of the noise, a group of bars each measured cell and round."""
+    figure, axes = _figure(1.8 + 0.85 * len(found))
+    height = 0.16
+    bars = (*PARTS, *OWN_LAW)
+    for place, (name, colour) in enumerate(
+        zip(bars, ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#56B4E9"), strict=True)
+    ):
+        shares = np.array([one["parts"][name]["share"] for one in found])
+        ends = np.array([[end / one["noise"] for end in one["parts"][name]["interval"]] for one in found])
+        y = np.arange(len(found)) + (place - 2) * height
+        axes.barh(y, 100 * shares, height, color=colour, label=name)
+        error = 100 * np.abs(ends.T - shares)
+        axes.errorbar(100 * shares, y, xerr=error, fmt="none", ecolor="0.25", capsize=2, lw=1)
+    axes.set_yticks(range(len(found)), [f"{one['cell']}\nafter round {one['after_round']}" for one in found])
+    axes.invert_yaxis()
+    axes.axvline(0, color="0.4", lw=0.8)
+    axes.set_xlabel("share of the noise, % (95 % over clients)")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def batch_size_figure(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Noise of one local step against the batch size: predicted lines, measured points."""
+    figure, axes = _figure(3.8)
+    for one, colour in zip(found, itertools.cycle(COLOURS.values()), strict=False):
+        points = sorted(one["points"], key=lambda point: point["batch_size"])
+        x = [point["batch_size"] for point in points]
+        name = f"{one['cell']}, after round {one['after_round']}"
+        axes.plot(x, [p["predicted"]["noise"] for p in points], color=colour, ls="--", label=f"predicted: {name}")
+        y = np.array([p["measured"]["noise"] for p in points])
+        ends = np.array([p["measured"]["noise_interval"] for p in points])
+        axes.errorbar(x, y, np.abs(ends.T - y), color=colour, fmt="o", capsize=3, label="measured, 95 % over draws")
+        axes.axhline(one["full_batch"]["noise"], color=colour, ls=":", lw=1, label="full batch")
+    axes.set(xscale="log", yscale="log", xlabel="batch size of one local step", ylabel="noise σ̂²")
+    ticks = sorted({p["batch_size"] for one in found for p in one["points"]})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=8, frameon=False)
+    return figure

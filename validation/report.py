@@ -2,13 +2,16 @@
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from fedmask.display import number, percent
 from fedmask.federated.provenance import now
 from fedmask.files import write_atomic
+from validation.attribution import OWN_LAW, PARTS
 from validation.compare import QUANTITIES, TITLES, Comparison, Row, comparisons, formatter, settings, verdicts
-from validation.figures import FIGURES, draw, save
+from validation.figures import FIGURES, MEASURED, draw, draw_measured, save
 from validation.records import Record
 
 __all__ = ["INFERRED", "write_report"]
@@ -41,13 +44,20 @@ figcaption { color: #333; font-size: 0.9rem; } .reproduced { color: #005a8c; fon
 """
 
 
-def write_report(records: Sequence[Record], out: Path, *, waiting: Sequence[str] = ()) -> list[Path]:
+def write_report(
+    records: Sequence[Record],
+    out: Path,
+    *,
+    waiting: Sequence[str] = (),
+    measured: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+) -> list[Path]:
     """Write report.html and its figures into ``out``; return the files.
 
     Args:
         records: finished runs.
         out: a folder, made if need be.
         waiting: runs that are not finished, to be named.
+        measured: measurements of the noise's parts and of batch sizes, by kind.
     """
     out.mkdir(parents=True, exist_ok=True)
     files, parts = [], []
@@ -66,6 +76,12 @@ def write_report(records: Sequence[Record], out: Path, *, waiting: Sequence[str]
                 parts.append(_image(path, title))
         parts.append(_inferred(kind))
         parts.append(_provenance(kind))
+    for measurement, several in (measured or {}).items():
+        if several:
+            name, title = MEASURED[measurement]
+            save(draw_measured(measurement, several), out / f"{name}.png")
+            files.append(out / f"{name}.png")
+            parts += [f"<h2>{_text(title)}</h2>", _explained(measurement), _image(files[-1], title), _points(several)]
     if waiting:
         parts.append("<h2>Not finished</h2><ul>" + "".join(f"<li>{_text(line)}</li>" for line in waiting) + "</ul>")
     page = (
@@ -142,6 +158,51 @@ def _image(path: Path, title: str) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     caption = f"<figcaption>{_text(title)}.</figcaption>"
     return f'<figure><img alt="{_text(title)}" src="data:image/png;base64,{data}">{caption}</figure>'
+
+
+def _explained(measurement: str) -> str:
+    if measurement == "attribution":
+        return (
+            "<p>Every client of a cohort trained twice on its own shard, with other batches; twice on an i.i.d. shard "
+            "of the same size drawn anew from all clients' data; and once on other samples with its own shard's counts "
+            "of each class. Minibatch: half the mean squared difference of two trainings on one shard. Finite shards: "
+            "the noise of the i.i.d. shards less their minibatch part. Heterogeneity: the rest, negative where shards "
+            "are more alike than i.i.d. ones, as those of a large α are, with nearly equal shares of every class. By a "
+            "client's own law, finite shards is what other samples of the same classes change, and heterogeneity what "
+            "differs between clients beyond that.</p>"
+        )
+    return (
+        "<p>The dashed line is what the trace of the per-sample gradient covariance predicts, (tr C/b)(1 − b/n) more "
+        "than the full batch's noise; nothing is fitted. The points are measured.</p>"
+    )
+
+
+def _points(several: Sequence[Mapping[str, Any]]) -> str:
+    heads: tuple[str, ...]
+    body = []
+    if several[0]["kind"] == "attribution":
+        heads = ("run", "after round", "noise", "signal", *PARTS, *OWN_LAW)
+        for one in several:
+            shares = [
+                f"{percent(one['parts'][name]['share'])} "
+                f"[{', '.join(percent(end / one['noise']) for end in one['parts'][name]['interval'])}]"
+                for name in (*PARTS, *OWN_LAW)
+            ]
+            body.append((one["cell"], str(one["after_round"]), number(one["noise"]), number(one["signal"]), *shares))
+    else:
+        heads = ("run", "after round", "batch size", "noise predicted", "measured", "1/Δ_S predicted", "measured")
+        for one in several:
+            for point in one["points"]:
+                p, m = point["predicted"], point["measured"]
+                noise = ", ".join(number(end) for end in m["noise_interval"])
+                factor = ", ".join(f"{end:.2f}" for end in m["recovery_factor_interval"])
+                measured = (f"{number(m['noise'])} [{noise}]", f"{m['recovery_factor']:.2f} [{factor}]")
+                where = (one["cell"], str(one["after_round"]), str(point["batch_size"]))
+                predicted = (number(p["noise"]), f"{p['recovery_factor']:.2f}")
+                body.append((*where, predicted[0], measured[0], predicted[1], measured[1]))
+    head = "".join(f"<th>{_text(name)}</th>" for name in heads)
+    lines = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in body)
+    return f"<div class=scroll><table><tr>{head}</tr>{lines}</table></div>"
 
 
 def _inferred(kind: Comparison) -> str:

@@ -81,14 +81,22 @@ class Trainer:
         weights: Float[Tensor, " parameters"],
         buffers: Mapping[str, Tensor],
         update: Float[Tensor, " parameters"],
+        *,
+        shard: Int64[np.ndarray, " samples"] | None = None,
+        repeat: int = 0,
     ) -> ClientReport:
-        """Train locally from ``weights`` and write Δ_k = θ − θ_k into ``update``; nothing else changes."""
+        """Train locally from ``weights`` and write Δ_k = θ − θ_k into ``update``; nothing else changes.
+
+        With a ``shard`` the client trains on these samples instead of its own. A ``repeat`` other than 0 is
+        another training than the run's, with an order of batches of its own.
+        """
         config = self._config
         identity = 0 if config.control == "identical-clients" else client
-        shard = self._partition.shard(identity)
+        shard = self._partition.shard(identity) if shard is None else shard
         self._load(weights, buffers)
         self._model.train()
-        torch.manual_seed(int(words(config.seed, Purpose.TRAINING, 1, round_=round_, client=identity)[0]))
+        draw = repeat << 32
+        torch.manual_seed(int(words(config.seed, Purpose.TRAINING, 1, round_=round_, client=identity, draw=draw)[0]))
         optimizer = torch.optim.SGD(
             self._model.parameters(),
             lr=config.learning_rate,
@@ -97,13 +105,41 @@ class Trainer:
         )
         losses = torch.zeros((), dtype=torch.float64, device=self._device)
         steps, seen = 0, 0
-        for batch in batches(len(shard), config, round_, identity):
+        for batch in batches(len(shard), config, round_, identity, repeat=repeat):
             optimizer.zero_grad(set_to_none=True)
             losses += self._gradient(shard[batch])
             optimizer.step()
             steps, seen = steps + 1, seen + len(batch)
         self._write_update(weights.to(self._device), update)
         return ClientReport(len(shard), steps, float(losses) / seen, self.buffers())
+
+    def gradient_variance(
+        self, client: int, weights: Float[Tensor, " parameters"], buffers: Mapping[str, Tensor]
+    ) -> float:
+        """tr C_k, the trace of the covariance (n − 1) of the per-sample gradients on a client's shard.
+
+        The variance of a minibatch gradient of b of the n samples is (tr C_k / b)(1 − b/n).
+
+        Raises:
+            FedmaskError: if the client holds fewer than two samples.
+        """
+        shard = self._partition.shard(client)
+        if len(shard) < 2:
+            raise FedmaskError(f"client {client} holds {len(shard)} samples; a covariance needs two")
+        self._load(weights, buffers)
+        self._model.train()
+        parameters = list(self._parameters.values())
+        mean = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+        squares = 0.0
+        for sample in shard:
+            self._model.zero_grad(set_to_none=True)
+            self._gradient(np.array([sample]))
+            for total, p in zip(mean, parameters, strict=True):
+                assert p.grad is not None
+                squares += float(p.grad.double().square().sum())
+                total += p.grad
+        of_mean = sum(float(total.square().sum()) for total in mean) / len(shard) ** 2
+        return (squares - len(shard) * of_mean) / (len(shard) - 1)
 
     @torch.no_grad()
     def evaluate(
@@ -119,6 +155,10 @@ class Trainer:
         wanted = labels[where].to(self._device)
         loss = cross_entropy(scores, wanted, reduction="none").double().sum()
         return float(loss), int((scores.argmax(dim=1) == wanted).sum())
+
+    def shard(self, client: int) -> Int64[np.ndarray, " samples"]:
+        """The places of a client's samples in the training set."""
+        return self._partition.shard(client)
 
     @property
     def test_samples(self) -> int:
@@ -187,7 +227,9 @@ def initial_model(config: RunConfig, data: ImageData, factory: ModelFactory | No
     )
 
 
-def batches(samples: int, config: RunConfig, round_: int, client: int) -> Iterator[Int64[np.ndarray, " batch"]]:
+def batches(
+    samples: int, config: RunConfig, round_: int, client: int, *, repeat: int = 0
+) -> Iterator[Int64[np.ndarray, " batch"]]:
     """The batches of a client's local training, as places in its shard.
 
     Every epoch goes through the shard once in an order of its own; its last batch may be smaller. With
@@ -200,7 +242,8 @@ def batches(samples: int, config: RunConfig, round_: int, client: int) -> Iterat
         if config.batch_size == "full":
             order = np.arange(samples)
         else:
-            order = permutation(config.seed, Purpose.BATCHES, samples, round_=round_, client=client, draw=epoch)
+            draw = (repeat << 32) + epoch
+            order = permutation(config.seed, Purpose.BATCHES, samples, round_=round_, client=client, draw=draw)
         for start in range(0, samples, size):
             if config.local_steps is not None and steps == config.local_steps:
                 return

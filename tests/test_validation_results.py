@@ -26,11 +26,13 @@ from validation.attribution import (
     open_state,
     write_measurement,
 )
-from validation.compare import comparison_json, comparisons, markdown, paper_cells, verdicts
+from validation.compare import comparisons, paper_cells
 from validation.intervals import block_bootstrap, wilson
 from validation.protocol import load_protocol
 from validation.records import load_records, record_runs, unfinished
 from validation.run import duration, image_passes, plan, run_protocol
+from validation.tables import comparison_json, markdown
+from validation.verdicts import verdicts
 
 from .kill_harness import kill_and_resume, results
 

@@ -15,19 +15,21 @@ from fedmask.federated import load_data
 from fedmask.files import to_json
 from validation.attribution import attribute as measure_parts
 from validation.attribution import batch_sizes as measure_batch_sizes
-from validation.attribution import batch_table, load_measurements, open_state, parts_table, write_measurement
-from validation.compare import (
-    comparison_json,
-    comparison_tables,
-    comparisons,
-    markdown,
-    settings,
-    verdict_table,
-    verdicts,
-)
+from validation.attribution import load_measurements, open_state, write_measurement
+from validation.compare import comparisons
 from validation.protocol import Protocol, load_protocol, protocol_names
 from validation.records import load_records, record_runs, unfinished
 from validation.run import cliff, plan, plan_table, run_protocol, summary_table
+from validation.tables import (
+    batch_table,
+    comparison_json,
+    comparison_tables,
+    markdown,
+    parts_table,
+    settings,
+    verdict_table,
+)
+from validation.verdicts import verdicts
 
 app = typer.Typer(
     help="Rerun the paper's experiment.",

@@ -25,11 +25,9 @@ import numpy as np
 import torch
 from jaxtyping import Float64, Int64
 from rich.progress import Progress
-from rich.table import Table
 from scipy import special
 
 from fedmask import gram_matrices
-from fedmask.display import number, percent
 from fedmask.errors import FedmaskError
 from fedmask.federated import ImageData, RunConfig, dirichlet_partition, draw_cohort
 from fedmask.federated.directory import RunDirectory
@@ -46,8 +44,6 @@ __all__ = [
     "State",
     "attribute",
     "batch_sizes",
-    "batch_table",
-    "parts_table",
     "load_measurements",
     "noise_parts",
     "open_state",
@@ -310,52 +306,6 @@ def _measured(moments: Float64[np.ndarray, "repeats 2"], clients: int) -> dict[s
         error = float(reach * np.sqrt((n - 1) / n * np.sum((values - values.mean()) ** 2)))
         result[f"{name}_interval"] = [value - error, value + error]
     return result
-
-
-def parts_table(found: Sequence[dict[str, Any]]) -> Table:
-    """Measured parts of the noise, a row each part."""
-    table = Table(title="What the noise is made of, 95 % over clients", title_justify="left")
-    for column in ("run", "after round", "part"):
-        table.add_column(column)
-    for column in ("squared norm", "share of the noise", "95 %"):
-        table.add_column(column, justify="right")
-    for one in found:
-        where = (one["cell"], str(one["after_round"]))
-        table.add_row(*where, "signal", number(one["signal"]), "", "")
-        table.add_row("", "", "noise", number(one["noise"]), percent(1), "")
-        for name in (*PARTS, *OWN_LAW):
-            part = one["parts"][name]
-            low, high = (end / one["noise"] for end in part["interval"])
-            interval = f"{percent(low)} to {percent(high)}"
-            table.add_row("", "", name, number(part["value"]), percent(part["share"]), interval)
-        table.add_section()
-    return table
-
-
-def batch_table(found: Sequence[dict[str, Any]]) -> Table:
-    """Predicted and measured noise and factor of one local step, a row each batch size."""
-    table = Table(title="One local step: predicted from per-sample gradients, and measured", title_justify="left")
-    for column in ("run", "after round", "batch size"):
-        table.add_column(column)
-    for column in ("noise predicted", "measured", "1/Δ_S predicted", "measured"):
-        table.add_column(column, justify="right")
-    for one in found:
-        for point in one["points"]:
-            predicted, measured = point["predicted"], point["measured"]
-            noise, factor = measured["noise_interval"], measured["recovery_factor_interval"]
-            table.add_row(
-                one["cell"],
-                str(one["after_round"]),
-                str(point["batch_size"]),
-                number(predicted["noise"]),
-                f"{number(measured['noise'])} \\[{number(noise[0])}, {number(noise[1])}]",
-                f"{predicted['recovery_factor']:.2f}",
-                f"{measured['recovery_factor']:.2f} \\[{factor[0]:.2f}, {factor[1]:.2f}]",
-            )
-        full = one["full_batch"]
-        factor = f"{full['recovery_factor']:.2f}"
-        table.add_row(one["cell"], str(one["after_round"]), "full", "", number(full["noise"]), "", factor)
-    return table
 
 
 # Files.

@@ -10,9 +10,11 @@ from fedmask.display import number, percent
 from fedmask.federated.provenance import now
 from fedmask.files import write_atomic
 from validation.attribution import OWN_LAW, PARTS
-from validation.compare import QUANTITIES, TITLES, Comparison, Row, comparisons, formatter, settings, verdicts
+from validation.compare import QUANTITIES, TITLES, Comparison, Row, comparisons
 from validation.figures import FIGURES, MEASURED, draw, draw_measured, save
 from validation.records import Record
+from validation.tables import formatter, settings
+from validation.verdicts import verdicts
 
 __all__ = ["INFERRED", "write_report"]
 

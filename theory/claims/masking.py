@@ -12,9 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import sympy as sp
-import torch
 
-from fedmask import Blocks, correlation_for_recovery, gram_matrices
 from theory.algebra import ALL, BOTH, GROUPED, OWN, SHARED, excess, p
 from theory.checking import for_all, identical, sampled_outcome
 from theory.quadratics import Instance, draw_instance, expected, masked_mean, mean
@@ -150,15 +148,15 @@ def exact_sums(instance: Instance) -> Sums:
     )
 
 
-def _with(formula: Penalty, value: Callable[[Setting, Sums], Any]) -> Penalty:
+def with_value(formula: Penalty, value: Callable[[Setting, Sums], Any]) -> Penalty:
     return replace(formula, value=value)
 
 
-def _by(formula: Penalty, **scheme: Any) -> Penalty:
+def with_scheme(formula: Penalty, **scheme: Any) -> Penalty:
     return replace(formula, scheme=replace(formula.scheme, **scheme))
 
 
-def _steps(formula: Penalty) -> Callable[[], list[Step]]:
+def steps(formula: Penalty) -> Callable[[], list[Step]]:
     def steps() -> list[Step]:
         scheme = formula.scheme
         found = moments(scheme)
@@ -185,95 +183,20 @@ def _steps(formula: Penalty) -> Callable[[], list[Step]]:
     return steps
 
 
-def _coefficient(keep: Any) -> Any:
+def coefficient(keep: Any) -> Any:
     return (1 - keep) / (2 * keep)
-
-
-def _as_correlated(rho_of: Callable[[Setting], Any]) -> Callable[[Setting, Sums], Any]:
-    """The penalty of partial synchrony at a ρ that the setting gives."""
-
-    def value(s: Setting, d: Sums) -> Any:
-        correlation = rho_of(s._replace(clients=_exact(s.clients), group=_exact(s.group)))
-        if isinstance(d.both, float):
-            correlation = float(correlation)
-        return _coefficient(s.p) * ((1 - correlation) * d.both + correlation * d.shared)
-
-    return value
-
-
-def _exact(value: Any) -> Any:
-    return Fraction(value) if isinstance(value, int) else value
-
-
-# The dial: which ρ reaches a wanted penalty.
-
-Dial = Callable[[Any, Any, Any], Any]  # wanted R/R_ind, R_shr/R_ind, K_c → ρ
-
-
-def dial_symbolic(formula: Dial, context: Context) -> Outcome:
-    """R_ρ from the moments of correlated masks, at the ρ that is claimed to give w·R_ind, is w·R_ind."""
-    wanted = sp.Symbol("w", positive=True)
-    found = excess(moments(PARTIAL.scheme)).subs(rho, formula(wanted, SHARED / BOTH, CLIENTS))
-    return identical(found - wanted * _coefficient(p) * BOTH, "identity in w, p, weights, H")
-
-
-def dial_exhaustive(formula: Dial, context: Context) -> Outcome:
-    """R_ρ over all masks, for ρ with a rational root; production's function then finds that ρ from Gram matrices."""
-
-    def draw(random: Random) -> Instance:
-        instance = draw_instance(random, clients=2)
-        d = range(len(instance.owner))
-        return replace(
-            instance,  # H is the identity, so that Euclidean Gram matrices are the exact ones
-            hessian=[[Fraction(i == j) for j in d] for i in d],
-            updates=[[x + 7 for x in instance.updates[0]], instance.updates[1]],
-        )
-
-    def holds(instance: Instance) -> bool:
-        scheme, sums = PARTIAL.scheme, exact_sums(instance)
-        value = expected(exact_masks(scheme, instance), lambda mask: instance.after(masked_mean(instance, mask)))
-        wanted = (value - instance.after(mean(instance))) / (_coefficient(instance.p) * sums.both)
-        full = sums.shared / sums.both
-        if full == 1:  # then every ρ has the same penalty
-            return wanted == 1
-        weighted = [[a * x for x in u] for a, u in zip(instance.weights, instance.updates, strict=True)]
-        gram = gram_matrices(
-            torch.tensor([[float(x) for x in u] for u in weighted], dtype=torch.float64),
-            Blocks.of({"w": torch.zeros(len(instance.owner))}),
-        )
-        produced = correlation_for_recovery(gram, float(wanted))
-        return bool(
-            formula(wanted, full, Fraction(instance.clients)) == scheme.rho
-            and abs(produced - float(scheme.rho)) <= 1e-9 / abs(float(full) - 1)
-        )
-
-    return for_all(draw, holds, context, "dial")
-
-
-def dial_steps() -> list[Step]:
-    """One linear equation."""
-    wanted = sp.Symbol("w", positive=True)
-    value = (1 - rho) * BOTH + rho * SHARED
-    return [
-        Step("R_ρ up to the coefficient (1−p)/(2p), by partial-synchrony", value),
-        Step("Set equal to w·R_ind it is linear in ρ; solved", sp.factor(sp.solve(value - wanted * BOTH, rho)[0])),
-        Step("which is (w − 1)/(f − 1), f = R_shr/R_ind; it lies in [0, 1] just for w between 1 and f"),
-    ]
 
 
 LEVELS_OF = {"symbolic": symbolic, "exhaustive": exhaustive, "monte carlo": monte_carlo}
 
-ONE = Penalty(Scheme("independent"), lambda s, d: _coefficient(s.p) * d.both, one_client=True)
-INDEPENDENT = Penalty(Scheme("independent"), lambda s, d: _coefficient(s.p) * d.both)
-SYNCHRONIZED = Penalty(Scheme("shared"), lambda s, d: _coefficient(s.p) * d.shared)
-PARTIAL = Penalty(Scheme("correlated"), lambda s, d: _coefficient(s.p) * ((1 - s.rho) * d.both + s.rho * d.shared))
+ONE = Penalty(Scheme("independent"), lambda s, d: coefficient(s.p) * d.both, one_client=True)
+INDEPENDENT = Penalty(Scheme("independent"), lambda s, d: coefficient(s.p) * d.both)
+SYNCHRONIZED = Penalty(Scheme("shared"), lambda s, d: coefficient(s.p) * d.shared)
 FIXED = Penalty(
     Scheme("fixed"),
-    lambda s, d: _coefficient(s.p) * (d.both - (d.own - d.both) / (s.blocks - 1)),
+    lambda s, d: coefficient(s.p) * (d.both - (d.own - d.both) / (s.blocks - 1)),
 )
-GROUPS = Penalty(Scheme("groups"), lambda s, d: _coefficient(s.p) * d.grouped)
-RANDOM_GROUPS = Penalty(Scheme("random groups"), _as_correlated(lambda s: (s.group - 1) / (s.clients - 1)))
-WHOLE = Penalty(Scheme("one bit"), lambda s, d: _coefficient(s.p) * d.own)
+WHOLE = Penalty(Scheme("one bit"), lambda s, d: coefficient(s.p) * d.own)
 
 
 CLAIMS = (
@@ -285,14 +208,14 @@ CLAIMS = (
         ONE,
         LEVELS_OF,
         {
-            "coefficient (1−p)/p": _with(ONE, lambda s, d: (1 - s.p) / s.p * d.both),
-            "coefficient (1−p)/2": _with(ONE, lambda s, d: (1 - s.p) / 2 * d.both),
-            "cross-block terms too": _with(ONE, lambda s, d: _coefficient(s.p) * d.own),
-            "no rescaling by 1/p": _by(ONE, rescaled=False),
-            "one bit for all blocks": _by(ONE, kind="one bit"),
+            "coefficient (1−p)/p": with_value(ONE, lambda s, d: (1 - s.p) / s.p * d.both),
+            "coefficient (1−p)/2": with_value(ONE, lambda s, d: (1 - s.p) / 2 * d.both),
+            "cross-block terms too": with_value(ONE, lambda s, d: coefficient(s.p) * d.own),
+            "no rescaling by 1/p": with_scheme(ONE, rescaled=False),
+            "one bit for all blocks": with_scheme(ONE, kind="one bit"),
         },
         ("masks independent over blocks", "quadratic loss; otherwise up to O(‖Δ‖³), see expansion"),
-        _steps(ONE),
+        steps(ONE),
     ),
     Claim(
         "independent-masks",
@@ -302,14 +225,14 @@ CLAIMS = (
         INDEPENDENT,
         LEVELS_OF,
         {
-            "penalty of the mean": _with(INDEPENDENT, lambda s, d: _coefficient(s.p) * d.shared),
-            "a further 1/K_c": _with(INDEPENDENT, lambda s, d: _coefficient(s.p) * d.both / (s.clients + 1)),
-            "no dilution": _with(INDEPENDENT, lambda s, d: _coefficient(s.p) * d.both * (s.clients + 1)),
-            "masks shared by all clients": _by(INDEPENDENT, kind="shared"),
-            "masks shared across blocks": _by(INDEPENDENT, kind="one bit"),
+            "penalty of the mean": with_value(INDEPENDENT, lambda s, d: coefficient(s.p) * d.shared),
+            "a further 1/K_c": with_value(INDEPENDENT, lambda s, d: coefficient(s.p) * d.both / (s.clients + 1)),
+            "no dilution": with_value(INDEPENDENT, lambda s, d: coefficient(s.p) * d.both * (s.clients + 1)),
+            "masks shared by all clients": with_scheme(INDEPENDENT, kind="shared"),
+            "masks shared across blocks": with_scheme(INDEPENDENT, kind="one bit"),
         },
         ("masks independent over blocks and clients", "H is that of the global objective"),
-        _steps(INDEPENDENT),
+        steps(INDEPENDENT),
     ),
     Claim(
         "shared-mask",
@@ -319,78 +242,13 @@ CLAIMS = (
         SYNCHRONIZED,
         LEVELS_OF,
         {
-            "penalty of independent masks": _with(SYNCHRONIZED, lambda s, d: _coefficient(s.p) * d.both),
-            "cross-block terms too": _with(SYNCHRONIZED, lambda s, d: _coefficient(s.p) * d.all),
-            "coefficient (1−p)/p": _with(SYNCHRONIZED, lambda s, d: (1 - s.p) / s.p * d.shared),
-            "masks of its own for each client": _by(SYNCHRONIZED, kind="independent"),
+            "penalty of independent masks": with_value(SYNCHRONIZED, lambda s, d: coefficient(s.p) * d.both),
+            "cross-block terms too": with_value(SYNCHRONIZED, lambda s, d: coefficient(s.p) * d.all),
+            "coefficient (1−p)/p": with_value(SYNCHRONIZED, lambda s, d: (1 - s.p) / s.p * d.shared),
+            "masks of its own for each client": with_scheme(SYNCHRONIZED, kind="independent"),
         },
         ("one mask for all clients, independent over blocks",),
-        _steps(SYNCHRONIZED),
-    ),
-    Claim(
-        "partial-synchrony",
-        "Masks of correlation ρ between clients interpolate: synchrony is a dial",
-        "beyond the paper",
-        "R_ρ = (1−ρ) R_ind + ρ R_shr; so ρ = (R − R_ind)/(R_shr − R_ind) reaches any R between them",
-        PARTIAL,
-        LEVELS_OF,
-        {
-            "√ρ in place of ρ": _with(
-                PARTIAL, lambda s, d: _coefficient(s.p) * ((1 - _root(s.rho)) * d.both + _root(s.rho) * d.shared)
-            ),
-            "ρ²": _with(PARTIAL, lambda s, d: _coefficient(s.p) * ((1 - s.rho**2) * d.both + s.rho**2 * d.shared)),
-            "ρ the other way round": _with(
-                PARTIAL, lambda s, d: _coefficient(s.p) * (s.rho * d.both + (1 - s.rho) * d.shared)
-            ),
-        },
-        ("per client and block, the shared bit with probability √ρ, else an own one",),
-        _steps(PARTIAL),
-    ),
-    Claim(
-        "dial",
-        "Synchrony is a dial: which correlation reaches a wanted penalty follows from the Gram matrices",
-        "beyond the paper",
-        "R_ρ = w·R_ind at ρ = (w − 1)/(f − 1), f = R_shr/R_ind, for w between 1 and f",
-        lambda wanted, full, clients: (wanted - 1) / (full - 1),
-        {"symbolic": dial_symbolic, "exhaustive": dial_exhaustive},
-        {
-            "w/f": lambda wanted, full, clients: wanted / full,
-            "(w − 1)/(K_c − 1)": lambda wanted, full, clients: (wanted - 1) / (clients - 1),
-            "(w − 1)/f": lambda wanted, full, clients: (wanted - 1) / full,
-        },
-        ("f ≠ 1",),
-        dial_steps,
-    ),
-    Claim(
-        "groups",
-        "Groups of clients with a mask each: every group's mean is charged, with the square of its weight",
-        "beyond the paper",
-        "R = Σ_g R(Σ_{k∈g} a_kΔ_k)",
-        GROUPS,
-        LEVELS_OF,
-        {
-            "as if independent": _with(GROUPS, lambda s, d: _coefficient(s.p) * d.both),
-            "as if one mask for all": _with(GROUPS, lambda s, d: _coefficient(s.p) * d.shared),
-            "coefficient (1−p)/p": _with(GROUPS, lambda s, d: 2 * _coefficient(s.p) * d.grouped),
-            "masks of their own in a group": _by(GROUPS, kind="independent"),
-        },
-        ("masks of different groups independent",),
-        _steps(GROUPS),
-    ),
-    Claim(
-        "random-groups",
-        "Random groups of g clients with a mask each are a correlation of (g − 1)/(K_c − 1) in expectation",
-        "beyond the paper",
-        "P(two clients share a mask) = (g − 1)/(K_c − 1), so E R = R_ρ with that ρ",
-        RANDOM_GROUPS,
-        LEVELS_OF,
-        {
-            "g/K_c": _with(RANDOM_GROUPS, _as_correlated(lambda s: s.group / s.clients)),
-            "(g − 1)/K_c": _with(RANDOM_GROUPS, _as_correlated(lambda s: (s.group - 1) / s.clients)),
-            "the groups of one round": _with(RANDOM_GROUPS, lambda s, d: _coefficient(s.p) * d.grouped),
-        },
-        ("g divides K_c", "groups drawn anew, uniformly"),
-        _steps(RANDOM_GROUPS),
+        steps(SYNCHRONIZED),
     ),
     Claim(
         "fixed-size-masks",
@@ -400,19 +258,19 @@ CLAIMS = (
         FIXED,
         LEVELS_OF,
         {
-            "no cross-block terms": _with(FIXED, lambda s, d: _coefficient(s.p) * d.both),
-            "cross-block terms with 1/B": _with(
-                FIXED, lambda s, d: _coefficient(s.p) * (d.both - (d.own - d.both) / s.blocks)
+            "no cross-block terms": with_value(FIXED, lambda s, d: coefficient(s.p) * d.both),
+            "cross-block terms with 1/B": with_value(
+                FIXED, lambda s, d: coefficient(s.p) * (d.both - (d.own - d.both) / s.blocks)
             ),
-            "cross-block terms with a plus": _with(
-                FIXED, lambda s, d: _coefficient(s.p) * (d.both + (d.own - d.both) / (s.blocks - 1))
+            "cross-block terms with a plus": with_value(
+                FIXED, lambda s, d: coefficient(s.p) * (d.both + (d.own - d.both) / (s.blocks - 1))
             ),
-            "coefficient (1−p)/p": _with(
-                FIXED, lambda s, d: 2 * _coefficient(s.p) * (d.both - (d.own - d.both) / (s.blocks - 1))
+            "coefficient (1−p)/p": with_value(
+                FIXED, lambda s, d: 2 * coefficient(s.p) * (d.both - (d.own - d.both) / (s.blocks - 1))
             ),
         },
         ("B ≥ 2", "clients' masks independent"),
-        _steps(FIXED),
+        steps(FIXED),
         "In the expected quadratic form the coefficient of the cross terms is −(1−p)/(p(B−1)), half of it in the loss.",
     ),
     Claim(
@@ -423,16 +281,10 @@ CLAIMS = (
         WHOLE,
         LEVELS_OF,
         {
-            "block-diagonal terms only": _with(WHOLE, lambda s, d: _coefficient(s.p) * d.both),
-            "a bit for each block": _by(WHOLE, kind="independent"),
+            "block-diagonal terms only": with_value(WHOLE, lambda s, d: coefficient(s.p) * d.both),
+            "a bit for each block": with_scheme(WHOLE, kind="independent"),
         },
         (),
-        _steps(WHOLE),
+        steps(WHOLE),
     ),
 )
-
-
-def _root(value: Any) -> Any:
-    if isinstance(value, Fraction):
-        return Fraction(int(value.numerator**0.5 + 0.5), int(value.denominator**0.5 + 0.5))
-    return sp.sqrt(value) if isinstance(value, sp.Basic) else value**0.5

@@ -1,0 +1,172 @@
+"""Comparisons, verdicts and measurements as tables for a terminal, as Markdown and as JSON values."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from fedmask.display import number, percent
+from validation.attribution import OWN_LAW, PARTS
+from validation.compare import QUANTITIES, TITLES, Comparison, Row
+from validation.verdicts import Verdict, verdicts
+
+__all__ = [
+    "batch_table",
+    "cell_text",
+    "comparison_json",
+    "comparison_tables",
+    "formatter",
+    "markdown",
+    "parts_table",
+    "settings",
+    "verdict_table",
+]
+
+
+def settings(found: Comparison) -> list[str]:
+    """What the runs were, each kind once: rounds, seeds, network, data, device, commit."""
+    lines: dict[str, list[str]] = {}
+    for record in (record for row in found.rows for record in row.records):
+        c, where = record.config, record.content["provenance"]
+        commits = ", ".join((commit or "unknown")[:7] for commit in record.content["provenance"]["commits"])
+        line = (
+            f"medians over the last {record.last} rounds; {where['device']}; torch {where['versions']['torch']}; "
+            f"commit {commits}"
+        )
+        lines.setdefault(line, []).append(f"seed {c.seed}")
+    return [f"{line}; {', '.join(sorted(set(seeds)))}" for line, seeds in lines.items()]
+
+
+def comparison_tables(found: Comparison) -> list[Table]:
+    """Table I and Table II, paper and ours side by side, and what the paper has not."""
+    titles = {1: "Table I", 2: "Table II", None: "Not in the paper"}
+    tables = []
+    for part, title in titles.items():
+        chosen = [row for row in found.rows if (row.paper.table if row.paper else None) == part]
+        if chosen:
+            tables.append(_table(f"{title}. {found.label}", chosen))
+    return tables
+
+
+def _table(title: str, chosen: Sequence[Row]) -> Table:
+    caption = "paper · ours [95 % within the run] (smallest to largest over seeds)"
+    table = Table(title=f"{title}\n{caption}", title_justify="left")
+    table.add_column("cell")
+    table.add_column("steps", justify="right")
+    for quantity in QUANTITIES:
+        table.add_column(TITLES[quantity])
+    for row in chosen:
+        table.add_row(row.name, str(row.local_steps), *(cell_text(row, quantity) for quantity in QUANTITIES))
+    return table
+
+
+def formatter(quantity: str) -> Callable[[float | None], str]:
+    """How a quantity is written: the factors with two decimals, as the paper has them."""
+    if quantity in ("accuracy", "share_below_one"):
+        return percent
+    return number if quantity in ("signal", "noise") else lambda value: "–" if value is None else f"{value:.2f}"
+
+
+def cell_text(row: Row, quantity: str, *, separator: str = "\n") -> str:
+    """Paper, ours, the interval within the run, and the spread over seeds."""
+    show = formatter(quantity)
+    estimate = row.ours[quantity]
+    paper = "" if row.paper is None else f"{show(row.paper.values[quantity])} · "
+    low, high = estimate.within
+    within = "" if math.isnan(low) else f"{separator}\\[{show(low)}, {show(high)}]"
+    seeds = "" if estimate.seeds is None else f"{separator}({show(estimate.seeds[0])} to {show(estimate.seeds[1])})"
+    return f"{paper}{show(estimate.value)}{within}{seeds}"
+
+
+def verdict_table(found: Sequence[Verdict]) -> Table:
+    """The qualitative claims as rows."""
+    table = Table(title="The paper's claims on this experiment", title_justify="left", show_lines=True)
+    for column in ("claim", "verdict", "paper", "ours"):
+        table.add_column(column, overflow="fold")
+    for verdict in found:
+        table.add_row(verdict.claim, verdict.verdict, verdict.paper, verdict.ours)
+    return table
+
+
+def markdown(found: Comparison) -> str:
+    """A comparison as Markdown, for the README."""
+    header = ["cell", "steps", *(TITLES[quantity] for quantity in QUANTITIES)]
+    lines = [f"{found.label}. Paper · ours [95 % within the run]:", ""]
+    lines += [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    for row in found.rows:
+        cells = [cell_text(row, quantity, separator=" ").replace("\\[", "[") for quantity in QUANTITIES]
+        lines.append(f"| {row.name} | {row.local_steps} | {' | '.join(cells)} |")
+    lines += ["", "| claim of the paper | verdict | paper | ours |", "|---|---|---|---|"]
+    lines += [f"| {v.claim} | {v.verdict} | {v.paper} | {v.ours} |" for v in verdicts(found.rows)]
+    lines += ["", *(f"Runs: {line}." for line in settings(found))]
+    return "\n".join(lines) + "\n"
+
+
+def comparison_json(found: Comparison) -> dict[str, Any]:
+    """A comparison as JSON values."""
+    return {
+        "label": found.label,
+        "cells": [
+            {
+                "id": row.id,
+                "table": row.paper.table if row.paper else None,
+                "local_steps": row.local_steps,
+                "seeds": [record.config.seed for record in row.records],
+                "paper": row.paper.values if row.paper else None,
+                "ours": {
+                    quantity: {"value": e.value, "within_run": list(e.within), "over_seeds": e.seeds}
+                    for quantity, e in row.ours.items()
+                },
+            }
+            for row in found.rows
+        ],
+        "claims": [vars(verdict) for verdict in verdicts(found.rows)],
+        "runs": settings(found),
+    }
+
+
+def parts_table(found: Sequence[dict[str, Any]]) -> Table:
+    """Measured parts of the noise, a row each part."""
+    table = Table(title="What the noise is made of, 95 % over clients", title_justify="left")
+    for column in ("run", "after round", "part"):
+        table.add_column(column)
+    for column in ("squared norm", "share of the noise", "95 %"):
+        table.add_column(column, justify="right")
+    for one in found:
+        where = (one["cell"], str(one["after_round"]))
+        table.add_row(*where, "signal", number(one["signal"]), "", "")
+        table.add_row("", "", "noise", number(one["noise"]), percent(1), "")
+        for name in (*PARTS, *OWN_LAW):
+            part = one["parts"][name]
+            low, high = (end / one["noise"] for end in part["interval"])
+            interval = f"{percent(low)} to {percent(high)}"
+            table.add_row("", "", name, number(part["value"]), percent(part["share"]), interval)
+        table.add_section()
+    return table
+
+
+def batch_table(found: Sequence[dict[str, Any]]) -> Table:
+    """Predicted and measured noise and factor of one local step, a row each batch size."""
+    table = Table(title="One local step: predicted from per-sample gradients, and measured", title_justify="left")
+    for column in ("run", "after round", "batch size"):
+        table.add_column(column)
+    for column in ("noise predicted", "measured", "1/Δ_S predicted", "measured"):
+        table.add_column(column, justify="right")
+    for one in found:
+        for point in one["points"]:
+            predicted, measured = point["predicted"], point["measured"]
+            noise, factor = measured["noise_interval"], measured["recovery_factor_interval"]
+            table.add_row(
+                one["cell"],
+                str(one["after_round"]),
+                str(point["batch_size"]),
+                number(predicted["noise"]),
+                f"{number(measured['noise'])} \\[{number(noise[0])}, {number(noise[1])}]",
+                f"{predicted['recovery_factor']:.2f}",
+                f"{measured['recovery_factor']:.2f} \\[{factor[0]:.2f}, {factor[1]:.2f}]",
+            )
+        full = one["full_batch"]
+        factor = f"{full['recovery_factor']:.2f}"
+        table.add_row(one["cell"], str(one["after_round"]), "full", "", number(full["noise"]), "", factor)
+    return table

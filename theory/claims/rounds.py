@@ -247,7 +247,7 @@ def stability_steps() -> list[Step]:
         Step("E MHM = H + κ(1−p)/p · blockdiag(H), and each of the two is at most λI, for H ⪰ 0 and any blocks"),
         Step("So E θ'ᵀHθ' ≤ θᵀHθ − 2η‖Hθ‖² + η²λ(1 + κ(1−p)/p)‖Hθ‖², less than θᵀHθ below the limit"),
         Step("One block and H = λI, x = ηλ: E θ'²/θ²", growth),
-        Step("is one at", sp.factor(sp.solve(growth - 1, x)[1])),
+        Step("is one at", sp.factor(sp.solve(growth - 1, x)[0])),
     ]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fedmask import (
     Blocks,
     FedmaskError,
+    correlation_for_recovery,
     cosines,
     effective_cohort_size,
     fedexp_step,
@@ -223,3 +224,16 @@ def test_jackknife_leaves_clients_out_as_a_plain_loop_does(cohort):
         tolerance = {"rel": 1e-5, "abs": 1e-5}
         assert interval.low == pytest.approx(max(0, 1 + (size - 1) * (centre - reach)), **tolerance)
         assert interval.high == pytest.approx(min(k, 1 + (size - 1) * (centre + reach)), **tolerance)
+
+
+def test_the_correlation_for_a_wanted_recovery_is_a_dial_between_independent_and_shared(rng):
+    updates = torch.from_numpy(rng.standard_normal(20) + 0.5 * rng.standard_normal((4, 20)))
+    gram = gram_matrices(updates, Blocks.of({"w": torch.zeros(20)}), counts=[1, 2, 3, 4])
+    for weighted in (False, True):
+        full = float(recovery_factor(gram, weighted=weighted))
+        assert correlation_for_recovery(gram, 1.0, weighted=weighted) == 0
+        assert correlation_for_recovery(gram, full, weighted=weighted) == 1
+        assert correlation_for_recovery(gram, (1 + full) / 2, weighted=weighted) == pytest.approx(0.5)
+        for wanted in (0.9, full + 0.1):
+            with pytest.raises(FedmaskError, match=f"a recovery of {wanted:g} was asked for"):
+                correlation_for_recovery(gram, wanted, weighted=weighted)

@@ -18,6 +18,8 @@ from theory.registry import Context
 from theory.sequences import Betting, sampled_mean_equals
 from theory.verification import claim_named, derivation_text, markdown_table, results_json, verify
 
+from .kill_harness import group_is_gone
+
 SAMPLED = ("monte carlo", "network")
 CHECKS = [(claim.id, level) for claim in CLAIMS for level in claim.checks]
 EXACT = [(name, level) for name, level in CHECKS if level not in SAMPLED]
@@ -140,7 +142,7 @@ def test_a_seed_replays_a_check_to_the_same_samples():
 
 
 def theory(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "theory", *arguments], capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, "-m", "theory", *arguments], capture_output=True, text=True, timeout=400)
 
 
 def test_json_is_strict_and_has_the_promised_shape():
@@ -188,6 +190,26 @@ def test_results_of_some_levels_only_are_reported_alone():
 def test_the_readmes_table_of_claims_is_current():
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     assert markdown_table() in readme, "run: python -m theory table"
+
+
+@pytest.mark.slow
+def test_killed_it_leaves_no_processes_behind():
+    command = [sys.executable, "-m", "theory", "alarms", "--seeds", "9", "--workers", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=12)
+    process.kill()
+    process.wait()
+    assert group_is_gone(process.pid, seconds=20)
+
+
+@pytest.mark.slow
+def test_a_seed_without_alarms_is_reported_as_it_ends():
+    done = theory("alarms", "--seeds", "1", "--seed", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = sum("monte carlo" in claim.checks for claim in CLAIMS)
+    assert f"seed 5: 0 of {checks} alarms" in done.stdout
+    assert f"0 false alarms in {checks} sampled checks" in done.stdout
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from rich.table import Table
 
 from fedmask.errors import FedmaskError
+from fedmask.federated.workers import end_with_parent
 from theory.claims import CLAIMS
 from theory.registry import LEVELS, Claim, Context, Level, Outcome
 
@@ -184,7 +185,8 @@ def _run(tasks: Sequence[tuple[str, Level, str | None, int]], workers: int | Non
         for task in tasks:
             yield _check(task)
         return
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=spawn, initializer=end_with_parent) as pool:
         for future in as_completed([pool.submit(_check, task) for task in tasks]):
             yield future.result()
 

@@ -27,7 +27,7 @@ from fedmask.federated.data import ImageData
 from fedmask.federated.partition import Partition
 from fedmask.federated.training import ClientReport, ModelFactory, Trainer, one_thread
 
-__all__ = ["InProcess", "Processes", "Workers", "default_workers"]
+__all__ = ["InProcess", "Processes", "Workers", "default_workers", "end_with_parent"]
 
 
 @runtime_checkable
@@ -162,19 +162,24 @@ _worker: tuple[Trainer, _Setup] | None = None
 def _start(setup: _Setup) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
     arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in setup.arrays.items()}
     data = ImageData(**setup.data, **arrays)
     _worker = Trainer(setup.config, data, setup.partition, setup.factory), setup
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """In a worker process: end when its parent does, however that ended."""
+
     # A killed parent closes no pipe that its children do not hold open too, so they would wait for ever.
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _train(round_: int, client: int, buffers: bytes, row: int) -> tuple[ClientReport, bytes]:

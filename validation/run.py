@@ -161,9 +161,10 @@ def summary_table(protocol: Protocol, summaries: Sequence[tuple[Cell, Mapping[st
     table.add_column("cell")
     for column in ("local steps", "1/Δ_S", "weighted", "of K_c", "signal", "noise", "accuracy", "rounds below one"):
         table.add_column(column, justify="right")
+    several = len({cell.config.seed for cell, _ in summaries}) > 1
     for cell, summary in summaries:
         table.add_row(
-            cell.name,
+            f"{cell.name}, seed {cell.config.seed}" if several else cell.name,
             str(summary["local_steps"]),
             number(summary["recovery_factor"]),
             number(summary["recovery_factor_weighted"]),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -129,8 +130,51 @@ def test_a_log_shorter_than_the_checkpoint_is_refused_not_guessed(go):
     out = go(until=4)
     lines = (out / "rounds.jsonl").read_bytes().splitlines(keepends=True)
     (out / "rounds.jsonl").write_bytes(b"".join(lines[:1]))
-    with pytest.raises(RunDirectoryError, match="has 1 rounds but the checkpoint is of round 4"):
+    with pytest.raises(RunDirectoryError, match="has 1 whole rounds but the checkpoint is of round 4"):
         go()
+
+
+@pytest.mark.parametrize("damage", ["no JSON", "a round twice", "no object"])
+def test_a_damaged_line_and_all_after_it_are_computed_again(go, damage):
+    whole = results(go(name="whole"))
+    out = go(until=4)
+    lines = (out / "rounds.jsonl").read_bytes().splitlines(keepends=True)
+    damaged = {"no JSON": b"{half\n", "a round twice": lines[1], "no object": b"3\n"}[damage]
+    (out / "rounds.jsonl").write_bytes(b"".join([*lines[:2], damaged, *lines[3:]]))
+    assert results(go()) == whole
+
+
+def test_one_process_at_a_time_has_a_directory(go):
+    out = go(until=2)
+    before = results(out)
+    identity = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    with directory.RunDirectory(out, identity):
+        with pytest.raises(RunDirectoryError, match="is in use by another process"):
+            go()
+        with pytest.raises(RunDirectoryError, match="is in use by another process"):
+            go(overwrite=True)
+    assert results(out) == before
+    with pytest.raises(RunDirectoryError, match="another configuration"):
+        directory.RunDirectory(out, {})
+    go()  # an opening that failed has let it go
+
+
+def test_a_finished_run_without_its_checkpoints_stays_finished(go, digits):
+    out = go()
+    shutil.rmtree(out / "checkpoints")
+    before = results(out)
+    result = simulate(CONFIG, data=digits, out=out, workers=1)
+    assert (len(result.records), result.weights) == (5, {})
+    assert results(out) == before
+    assert result.summary == json.loads((out / "summary.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"starts": 3}', '{"starts": null}', "half {"])
+def test_a_damaged_provenance_does_not_stop_a_run(go, content):
+    out = go(until=2)
+    (out / "provenance.json").write_text(content, encoding="utf-8")
+    go()
+    assert len(json.loads((out / "provenance.json").read_text(encoding="utf-8"))["starts"]) == 1
 
 
 def test_rounds_that_come_out_otherwise_than_before_are_reported(go, digits, tmp_path):

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedmask import FedmaskError, gram_matrices
-from fedmask.federated import load_data
+from fedmask.federated import RunConfig, load_data
 from fedmask.files import to_json
 from validation.attribution import (
     OWN_LAW,
@@ -21,15 +23,16 @@ from validation.attribution import (
     TRAININGS,
     attribute,
     batch_sizes,
+    data_of,
     load_measurements,
     noise_parts,
     open_state,
     write_measurement,
 )
 from validation.compare import comparisons, paper_cells
-from validation.intervals import block_bootstrap, wilson
+from validation.intervals import COVERAGE, block_bootstrap, wilson
 from validation.protocol import load_protocol
-from validation.records import load_records, record_runs, unfinished
+from validation.records import Record, load_records, record_runs, unfinished
 from validation.run import duration, image_passes, plan, run_protocol
 from validation.tables import comparison_json, markdown
 from validation.verdicts import verdicts
@@ -187,6 +190,24 @@ def test_claims_that_lack_their_cells_cannot_be_judged(papers):
     words = {v.claim[:20]: v.verdict for v in verdicts(found.rows)}
     assert words["Five full-batch step"] == "cannot be judged"
     assert words["Of Table I one cell,"] == "cannot be judged"
+    assert words["A cliff lies between"] == "cannot be judged"
+
+
+@given(chosen=st.sets(st.sampled_from(sorted({cell.id for cell in paper_cells()})), min_size=1))
+def test_no_part_of_the_papers_own_figures_fails_a_claim_and_none_shows_one_without_what_it_compares(chosen):
+    records = [
+        Record(RunConfig.from_json(content["config"]), content)
+        for cell in paper_cells()
+        if cell.id in chosen and (content := papers_record(cell.id, cell.values, rounds=200))
+    ]
+    (found,) = comparisons(list({record.id: record for record in records}.values()))
+    judged = {v.claim: v.verdict for v in verdicts(found.rows)}
+    assert "not reproduced" not in judged.values()
+    full = any(cell.startswith("bfull") for cell in chosen)
+    mini = any(not cell.startswith("bfull") for cell in chosen)
+    if not (full and mini):
+        shown = [claim for claim, verdict in judged.items() if verdict == "reproduced"]
+        assert all(claim.startswith(("Within a batch size", "Weighted and")) for claim in shown)
 
 
 def test_runs_of_another_kind_are_in_a_table_of_their_own(papers):
@@ -229,6 +250,7 @@ def test_a_record_says_what_the_run_says(runs, tmp_path):
         assert "command" not in text
     once, again = (path.read_bytes() for path in record_runs(runs, tmp_path))
     assert (once, again) == tuple(path.read_bytes() for path in files)
+    assert [r.slug for r in load_records([runs / "bfull-t1-alpha100-seed0"])] == ["bfull-t1-alpha100-seed0"]
     (merged,) = comparisons(load_records([tmp_path, runs]))
     assert len(merged.rows) == 2
     assert all(row.paper is None for row in merged.rows)
@@ -261,6 +283,35 @@ def test_damaged_unfinished_and_missing_results_are_one_clear_line(runs, tmp_pat
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("missing", ["data", "provenance", "median_local_steps", "blocks"])
+def test_a_record_without_one_of_its_parts_is_refused(papers, missing):
+    path = papers / "bfull-t1-alpha100-seed0.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    del content[missing]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(FedmaskError, match=r"bfull-t1-alpha100-seed0\.json is no record of a run"):
+        load_records([papers])
+
+
+def test_a_start_outside_a_checkout_and_a_changed_tree_are_recorded_as_such(runs, tmp_path):
+    copied = tmp_path / "copied" / "bfull-t1-alpha100-seed0"
+    shutil.copytree(runs / "bfull-t1-alpha100-seed0", copied)
+    provenance = json.loads((copied / "provenance.json").read_text(encoding="utf-8"))
+    (start,) = provenance["starts"]
+    starts = [{**start, "commit": commit} for commit in (None, "0123456789abcdef", "0123456789abcdef with changes")]
+    (copied / "provenance.json").write_text(json.dumps({"starts": starts}), encoding="utf-8")
+    (record,) = load_records([tmp_path / "copied"])
+    assert record.commits == "0123456, 0123456 with changes, unknown"
+
+
+def test_data_are_what_their_fingerprint_says_whatever_they_are_called(papers):
+    values = paper_cells()[0].values
+    record = papers_record("bfull-t1-alpha100", values, rounds=200, seed=1)
+    record["data"]["name"] = "another name"
+    (papers / "seed1.json").write_text(json.dumps(record), encoding="utf-8")
+    assert len(comparisons(load_records([papers]))) == 1
+
+
 def test_two_runs_of_one_cell_that_differ_are_refused(papers, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     values = paper_cells()[0].values
@@ -283,6 +334,28 @@ def test_the_block_bootstrap_covers_the_mean_of_a_correlated_series(rng):
         low, high = block_bootstrap(x[30:], lambda rows: rows.mean(axis=1))
         covered += low <= 0 <= high
     assert covered / tries > 0.80
+
+
+@pytest.mark.slow
+def test_the_coverage_that_is_stated_is_the_coverage(rng):
+    stated = [
+        int(n) for n in re.findall(r"(\d\d)(?=,| and| %)", COVERAGE.replace("10 rounds", "").replace("50 rounds", ""))
+    ]
+    assert len(stated) == 6
+    tries, found = 400, []
+    for rounds, correlation in itertools.product((10, 50), (0.0, 0.5, 0.7)):
+        covered = 0
+        for _ in range(tries):
+            x = np.empty(rounds)
+            x[0] = rng.standard_normal() / np.sqrt(1 - correlation**2)
+            for t in range(1, rounds):
+                x[t] = correlation * x[t - 1] + rng.standard_normal()
+            low, high = block_bootstrap(x, lambda rows: np.median(rows, axis=1))
+            covered += low <= 0 <= high
+        found.append(100 * covered / tries)
+    print(found)
+    # Both are of 400 series: differences of five standard errors come about once in a million.
+    assert np.abs(np.array(found) - stated).max() < 5 * 100 * np.sqrt(2 * 0.25 / tries)
 
 
 def test_the_block_bootstrap_replays_and_leaves_out_what_is_undefined():
@@ -349,8 +422,23 @@ def test_the_parts_find_the_variances_that_made_the_updates(rng):
     true |= {"finite shards, own law": 1, "heterogeneity, own law": 4}
     for name, value in true.items():
         assert parts.parts[name] / d == pytest.approx(value, abs=0.15)
+        low, high = parts.share_intervals[name]
+        assert low - 0.02 < value / 5.25 < high + 0.02
         low, high = parts.intervals[name]
         assert low - 0.1 * d < value * d < high + 0.1 * d
+
+
+def test_a_share_is_known_well_where_one_client_makes_most_of_the_noise(rng):
+    """Minibatch noise alone, one client's a hundred times the others': its share is all, to little more or less."""
+    scale = np.ones((10, 1))
+    scale[3] = 10
+    flat = np.concatenate(
+        [scale * rng.standard_normal((10, 4000)) for _ in range(2)] + [rng.standard_normal((30, 4000))]
+    )
+    parts = noise_parts(flat @ flat.T)
+    low, high = parts.share_intervals["minibatch"]
+    assert 0.8 < low < 1 < high < 1.2
+    assert parts.intervals["minibatch"][0] / parts.noise < 0
 
 
 def test_the_first_training_is_the_runs_own_and_full_batches_have_no_minibatch_noise(runs):
@@ -405,6 +493,14 @@ def test_states_that_are_not_there_are_refused(runs, tmp_path):
     data = load_data("digits")
     with pytest.raises(FedmaskError, match="is no directory of a run"):
         open_state(tmp_path, 0, data)
+    named = tmp_path / "named"
+    named.mkdir()
+    identity = json.loads((runs / "bfull-t1-alpha100-seed0" / "config.json").read_text(encoding="utf-8"))
+    identity["data"]["name"] = "other"
+    (named / "config.json").write_text(json.dumps(identity), encoding="utf-8")
+    with pytest.raises(FedmaskError, match="was run on other; give the same data by --data"):
+        data_of(named)
+    assert data_of(runs / "bfull-t1-alpha100-seed0") == "digits"
     with pytest.raises(FedmaskError, match=r"missing or not whole; there are checkpoints of rounds \[4, 6, 8\]"):
         open_state(runs / "bfull-t1-alpha100-seed0", 3, data)
     other = data.__class__.from_arrays(

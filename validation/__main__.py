@@ -15,7 +15,7 @@ from fedmask.federated import load_data
 from fedmask.files import to_json
 from validation.attribution import attribute as measure_parts
 from validation.attribution import batch_sizes as measure_batch_sizes
-from validation.attribution import load_measurements, open_state, write_measurement
+from validation.attribution import data_of, load_measurements, open_state, write_measurement
 from validation.compare import comparisons
 from validation.protocol import Protocol, load_protocol, protocol_names
 from validation.records import load_records, record_runs, unfinished
@@ -63,6 +63,9 @@ def run(
     cells: Cells = None,
     seeds: Seeds = None,
     workers: Processes = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start the chosen cells again, whatever their directories hold of them.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the table.")] = False,
 ) -> None:
     """Run the cells of a protocol and print them side by side; the same command goes on after an interruption.
@@ -72,7 +75,7 @@ def run(
     """
     chosen = _chosen(protocol, device, cells, seeds)
     directory = out or Path("runs") / chosen.name
-    summaries = run_protocol(chosen, directory, data=data, workers=workers, quiet=quiet)
+    summaries = run_protocol(chosen, directory, data=data, workers=workers, overwrite=overwrite, quiet=quiet)
     console = _console()
     console.print(summary_table(chosen, summaries))
     console.print(cliff(summaries), highlight=False)
@@ -117,7 +120,12 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Strict JSON instead of tables.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown instead of tables.")] = False,
 ) -> None:
-    """Lay finished runs beside the paper's tables, each figure with its interval, and judge the paper's claims."""
+    """Lay finished runs beside the paper's tables, each figure with its interval, and judge the paper's claims.
+
+    Intervals are within one run, by a block bootstrap over rounds, nominally 95 %; they say nothing of other seeds
+    and are too narrow where rounds are few and correlated: simulated, 10 rounds with a lag-one correlation of 0,
+    0.5 and 0.7 are covered in 88, 73 and 62 % of cases, 50 rounds in 92, 91 and 86 %.
+    """
     found = comparisons(load_records(directories))
     if as_json:
         typer.echo(to_json([comparison_json(kind) for kind in found], indent=2))
@@ -145,6 +153,7 @@ def attribute(
         typer.Option("--batch-sizes", help="Instead, for one local step, the noise at these sizes: 8,32,128."),
     ] = None,
     data: Data = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute.")] = "the run's",
     to: Annotated[
         Path | None, typer.Option(help="Where the JSON files go; default: attribution beside the run.")
     ] = None,
@@ -154,9 +163,9 @@ def attribute(
     Or with --batch-sizes, what per-sample gradients predict for one local step, beside what it is.
     """
     after, wanted = _numbers("--rounds", rounds), None if sizes is None else _numbers("--batch-sizes", sizes)
-    images = load_data(data or "cifar10")
+    images = load_data(data or data_of(run))
     for round_ in after:
-        state = open_state(run, round_, images)
+        state = open_state(run, round_, images, device=None if device == "the run's" else device)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             if wanted is None:
                 found = measure_parts(state, progress=progress)

@@ -30,8 +30,9 @@ from scipy import special
 from fedmask import gram_matrices
 from fedmask.errors import FedmaskError
 from fedmask.federated import ImageData, RunConfig, dirichlet_partition, draw_cohort
-from fedmask.federated.directory import RunDirectory
+from fedmask.federated.directory import read_checkpoint
 from fedmask.federated.provenance import provenance
+from fedmask.federated.rounds import check_device
 from fedmask.federated.training import Trainer, one_thread
 from fedmask.files import to_json, write_atomic
 from fedmask.randomness import Purpose, words
@@ -44,6 +45,7 @@ __all__ = [
     "State",
     "attribute",
     "batch_sizes",
+    "data_of",
     "load_measurements",
     "noise_parts",
     "open_state",
@@ -78,32 +80,57 @@ class State:
         return dataclasses.replace(self, config=config, trainer=_trainer(config, self.data))
 
 
+def data_of(run: Path) -> str:
+    """The data set that comes with the kit and that a run was on: "digits" or "cifar10".
+
+    Raises:
+        FedmaskError: if there is no such run, or it was on other data.
+    """
+    name = str(_identity(run)["data"]["name"])
+    if name not in ("digits", "cifar10"):
+        raise FedmaskError(f"{run} was run on {name}; give the same data by --data")
+    return name
+
+
 def open_state(run: Path, round_: int, data: ImageData, *, device: str | None = None) -> State:
-    """The state of a run after a round (0: its initial weights).
+    """The state of a run after a round (0: its initial weights); the run may be going on.
+
+    Args:
+        run: its directory.
+        round_: for which there must be a checkpoint.
+        data: what it was run on.
+        device: another than the run's.
 
     Raises:
         FedmaskError: if there is no such run or checkpoint, or the run was on other data.
     """
-    try:
-        identity = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        config = RunConfig.from_json(identity["config"])
-        fingerprint = identity["data"]["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FedmaskError(f"{run} is no directory of a run ({error!r})") from None
+    identity = _identity(run)
+    config, fingerprint = RunConfig.from_json(identity["config"]), identity["data"]["fingerprint"]
     if fingerprint != data.fingerprint:
         raise FedmaskError(
             f"{run} was run on data with fingerprint {fingerprint[:12]}, and {data.name} has {data.fingerprint[:12]}; "
             "give the same data by --data"
         )
     config = config if device is None else dataclasses.replace(config, device=device)
+    check_device(config.device, 1)
     trainer = _trainer(config, data)
     if round_ == 0:
         return State(config, 0, data, trainer, trainer.weights.clone(), trainer.buffers())
-    checkpoint = RunDirectory(run, identity).checkpoint(round_)
+    checkpoint = read_checkpoint(run, round_)
     weights = torch.empty_like(trainer.weights)
     trainer.blocks.flatten(checkpoint.parameters, out=weights)
     buffers = {name: buffer.to(weights.device) for name, buffer in checkpoint.buffers.items()}
     return State(config, round_, data, trainer, weights, buffers)
+
+
+def _identity(run: Path) -> dict[str, Any]:
+    try:
+        identity: dict[str, Any] = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        RunConfig.from_json(identity["config"])
+        str(identity["data"]["name"]), str(identity["data"]["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedmaskError(f"{run} is no directory of a run ({error!r})") from None
+    return identity
 
 
 def _trainer(config: RunConfig, data: ImageData) -> Trainer:
@@ -118,12 +145,16 @@ def _trainer(config: RunConfig, data: ImageData) -> Trainer:
 
 @dataclass(frozen=True)
 class Parts:
-    """The noise σ̂² and its parts, each with a 95 % jackknife interval over clients; and the signal."""
+    """The noise σ̂² and its parts, and their shares of it, each with a 95 % jackknife interval over clients; the signal.
+
+    A share has an interval of its own: a part and the whole go up and down together.
+    """
 
     noise: float
     signal: float
     parts: dict[str, float]
     intervals: dict[str, tuple[float, float]]
+    share_intervals: dict[str, tuple[float, float]]
 
 
 def noise_parts(gram: Float64[np.ndarray, "trainings trainings"]) -> Parts:
@@ -138,14 +169,17 @@ def noise_parts(gram: Float64[np.ndarray, "trainings trainings"]) -> Parts:
         raise FedmaskError(f"the Gram matrix has {len(gram)} rows; five trainings of at least three clients are needed")
     every = np.arange(clients)
     total, parts, signal = _split(gram, every, clients)
-    without = [_split(gram, np.delete(every, k), clients)[1] for k in every]
-    reach = special.stdtrit(clients - 1, (1 + LEVEL) / 2)
-    intervals = {}
-    for name in (*PARTS, *OWN_LAW):
-        values = np.array([split[name] for split in without])
-        error = reach * np.sqrt((clients - 1) / clients * np.sum((values - values.mean()) ** 2))
-        intervals[name] = (parts[name] - error, parts[name] + error)
-    return Parts(total, signal, parts, intervals)
+    without = [_split(gram, np.delete(every, k), clients)[:2] for k in every]
+    intervals = {name: _jackknifed(parts[name], [split[name] for _, split in without]) for name in parts}
+    shares = {name: _jackknifed(parts[name] / total, [split[name] / rest for rest, split in without]) for name in parts}
+    return Parts(total, signal, parts, intervals, shares)
+
+
+def _jackknifed(value: float, without: Sequence[float]) -> tuple[float, float]:
+    n = len(without)
+    values = np.array(without)
+    error = special.stdtrit(n - 1, (1 + LEVEL) / 2) * np.sqrt((n - 1) / n * np.sum((values - values.mean()) ** 2))
+    return float(value - error), float(value + error)
 
 
 def _split(
@@ -212,11 +246,13 @@ def attribute(state: State, *, progress: Progress | None = None) -> dict[str, An
         "parts": {
             name: {
                 "value": found.parts[name],
-                "share": found.parts[name] / found.noise,
                 "interval": found.intervals[name],
+                "share": found.parts[name] / found.noise,
+                "share_interval": found.share_intervals[name],
             }
             for name in (*PARTS, *OWN_LAW)
         },
+        "gram": [[float(f"{x:.9g}") for x in row] for row in gram],
     }
 
 
@@ -299,12 +335,9 @@ def _measured(moments: Float64[np.ndarray, "repeats 2"], clients: int) -> dict[s
     n = len(moments)
     found = _noise_and_factor(*moments.mean(axis=0), clients)
     without = [_noise_and_factor(*np.delete(moments, i, axis=0).mean(axis=0), clients) for i in range(n)]
-    reach = special.stdtrit(n - 1, (1 + LEVEL) / 2)
     result: dict[str, Any] = dict(found)
     for name, value in found.items():
-        values = np.array([one[name] for one in without])
-        error = float(reach * np.sqrt((n - 1) / n * np.sum((values - values.mean()) ** 2)))
-        result[f"{name}_interval"] = [value - error, value + error]
+        result[f"{name}_interval"] = _jackknifed(value, [one[name] for one in without])
     return result
 
 

@@ -212,7 +212,7 @@ def _style(record: Record) -> dict[str, object]:
     batch = batch_of(record)
     usual = record.config.alpha == 100
     style = LINES.get(record.config.local_epochs, "-.") if usual else "-."
-    colour = COLOURS[batch] if usual else {1: "#56B4E9"}.get(int(record.config.alpha), "#D55E00")
+    colour = COLOURS[batch] if usual else "#56B4E9" if record.config.alpha == 1 else "#D55E00"
     return {"color": colour, "ls": style, "lw": 1.3, "marker": MARKERS[batch], "ms": 3.5, "markevery": 0.2}
 
 
@@ -242,7 +242,7 @@ def noise_parts_figure(found: Sequence[Mapping[str, Any]]) -> Figure:
         zip(bars, ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#56B4E9"), strict=True)
     ):
         shares = np.array([one["parts"][name]["share"] for one in found])
-        ends = np.array([[end / one["noise"] for end in one["parts"][name]["interval"]] for one in found])
+        ends = np.array([one["parts"][name]["share_interval"] for one in found])
         y = np.arange(len(found)) + (place - 2) * height
         axes.barh(y, 100 * shares, height, color=colour, label=name)
         error = 100 * np.abs(ends.T - shares)

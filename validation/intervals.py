@@ -6,9 +6,14 @@ import numpy as np
 from jaxtyping import Float64
 from scipy import stats
 
-__all__ = ["block_bootstrap", "wilson"]
+__all__ = ["COVERAGE", "block_bootstrap", "wilson"]
 
 RESAMPLES = 4000
+# Of the true median by intervals for the median, over 400 simulated autoregressive series each.
+COVERAGE = (
+    "10 rounds with a lag-one correlation of 0, 0.5 and 0.7 are covered in 88, 73 and 62 % of simulated cases, "
+    "50 rounds in 92, 91 and 86 %"
+)
 
 
 def block_bootstrap(
@@ -20,6 +25,7 @@ def block_bootstrap(
     """A percentile interval by the circular block bootstrap (Politis & Romano 1992), blocks of √n rounds.
 
     It says how far chance within this one run goes, and nothing of other seeds. Undefined rounds are left out.
+    The level is nominal: see COVERAGE.
     The resampling is a pure function of the series' length.
 
     Args:

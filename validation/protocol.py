@@ -70,9 +70,11 @@ def load_protocol(
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         found = [_cell(cell, content["defaults"], device) for cell in content["cells"]]
-        own_seeds = content.get("seeds", [0])
+        own_seeds = [int(seed) for seed in content.get("seeds", [0])]
+        if not own_seeds or not found:
+            raise ValueError("it has no seeds or no cells")
         protocol = Protocol(content["name"], content["title"], content["data"], ())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise FedmaskError(f"{path} is no protocol: {error}") from None
     known = [cell.id for cell in found]
     if twice := [cell for cell in known if known.count(cell) > 1]:

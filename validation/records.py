@@ -67,7 +67,7 @@ class Record:
         rest += f", control {c.control}" if c.control != "none" else ""
         stem = f", {c.stem} stem" if c.model == "resnet18" else ""
         return (
-            f"{data['name']} ({data['fingerprint'][:8]}), {c.model}{stem}, GroupNorm {c.groups}, {c.clients} clients, "
+            f"{_data_name(data)}, {c.model}{stem}, GroupNorm {c.groups}, {c.clients} clients, "
             f"{c.cohort} a round, {c.rounds} rounds, learning rate {c.learning_rate:g}{rest}{mask}"
         )
 
@@ -78,6 +78,12 @@ class Record:
         images = (data["train_samples"], data["image_shape"], len(data["classes"])) == (50_000, [3, 32, 32], 10)
         usual = (c.model, c.clients, c.cohort, c.control) == ("resnet18", 100, 10, "none")
         return images and usual and c.learning_rate == 0.01
+
+    @property
+    def commits(self) -> str:
+        """The commits that the run was started and resumed from, short; a tree that differs from one is marked."""
+        whole = (str(commit).partition(" ") for commit in self.content["provenance"]["commits"])
+        return ", ".join(f"{commit[:7]}{space}{mark}" for commit, space, mark in whole)
 
     @property
     def last(self) -> int:
@@ -130,9 +136,7 @@ def load_records(directories: Sequence[Path]) -> list[Record]:
     """
     found: dict[tuple[str, str], Record] = {}
     for directory in directories:
-        files = sorted(directory.glob("*.json")) if directory.is_dir() else []
-        runs = _run_directories(directory) if not files else []
-        for path in [*files, *runs]:
+        for path in _results(directory):
             if path.is_dir() and not (path / "summary.json").exists():
                 continue
             record = _read_run(path) if path.is_dir() else _read_file(path)
@@ -148,12 +152,20 @@ def unfinished(directories: Sequence[Path]) -> list[str]:
     """The runs in these directories that are not finished, with their rounds so far."""
     lines = []
     for directory in directories:
-        for run in sorted(directory.glob("*/config.json")):
-            if not (run.parent / "summary.json").exists():
-                log = run.parent / "rounds.jsonl"
+        for run in _results(directory):
+            if run.is_dir() and not (run / "summary.json").exists():
+                log = run / "rounds.jsonl"
                 done = len(log.read_bytes().splitlines()) if log.exists() else 0
-                lines.append(f"{run.parent.name} ({done} rounds so far)")
+                lines.append(f"{run.name} ({done} rounds so far)")
     return lines
+
+
+def _results(directory: Path) -> list[Path]:
+    """Directories of runs and files of records: the directory itself, or what is in it."""
+    if (directory / "config.json").exists():
+        return [directory]
+    files = sorted(directory.glob("*.json"))
+    return [*files, *sorted(path.parent for path in directory.glob("*/config.json"))] or _run_directories(directory)
 
 
 def _run_directories(directory: Path) -> list[Path]:
@@ -195,7 +207,7 @@ def _content(
         "provenance": {
             **provenance[0],
             "starts": len(provenance),
-            "commits": sorted({p["commit"] for p in provenance}),
+            "commits": sorted({p["commit"] or "unknown" for p in provenance}),
         },
         "median_local_steps": steps[len(steps) // 2],
         "rounds": {name: [_short(record[name]) for record in rounds] for name in COLUMNS},
@@ -209,6 +221,13 @@ def _content(
     }
 
 
+def _data_name(data: Mapping[str, Any]) -> str:
+    """What the data are, whatever their file is called: their shape, numbers and fingerprint."""
+    shape = "×".join(str(n) for n in data["image_shape"])
+    numbers = f"{data['train_samples']:,} + {data['test_samples']:,} images {shape} in {len(data['classes'])} classes"
+    return f"{numbers} ({data['fingerprint'][:8]})"
+
+
 def _short(value: float | None, digits: int = 7) -> float | None:
     return None if value is None else float(f"{value:.{digits}g}")
 
@@ -219,9 +238,10 @@ def _read_file(path: Path) -> Record:
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}")
         record = Record(RunConfig.from_json(content["config"]), content)
-        lengths = {len(content["rounds"][name]) for name in COLUMNS}
+        lengths = {len(record.column(name)) for name in COLUMNS}
         if lengths != {record.config.rounds}:
             raise ValueError(f"columns of {lengths} rounds")
+        str((record.kind, record.commits, record.local_steps, record.is_papers_experiment, record.block_factors()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedmaskError(f"{path} is no record of a run ({error!r})") from None
     return record

@@ -12,6 +12,7 @@ from fedmask.files import write_atomic
 from validation.attribution import OWN_LAW, PARTS
 from validation.compare import QUANTITIES, TITLES, Comparison, Row, comparisons
 from validation.figures import FIGURES, MEASURED, draw, draw_measured, save
+from validation.intervals import COVERAGE
 from validation.records import Record
 from validation.tables import formatter, settings
 from validation.verdicts import verdicts
@@ -110,8 +111,9 @@ def _lead(found: Sequence[Comparison]) -> str:
     return (
         f"{runs} finished {'run' if runs == 1 else 'runs'}. A figure is the median over seeds of each run's median "
         "over its last quarter of rounds; accuracy is at the end; the share below one is of all rounds. In brackets: "
-        "a 95 % interval within one run, by a block bootstrap over rounds, which says nothing of other seeds; for the "
-        "accuracy, over test images. In parentheses: smallest to largest over seeds, where there are several."
+        "an interval within one run, by a block bootstrap over rounds, nominally 95 %: it says nothing of other seeds, "
+        f"and is too narrow where rounds are few and correlated ({COVERAGE}); for the accuracy, over test images. "
+        "In parentheses: smallest to largest over seeds, where there are several."
     )
 
 
@@ -194,7 +196,7 @@ def _points(several: Sequence[Mapping[str, Any]]) -> str:
         for one in several:
             shares = [
                 f"{percent(one['parts'][name]['share'])} "
-                f"[{', '.join(percent(end / one['noise']) for end in one['parts'][name]['interval'])}]"
+                f"[{', '.join(percent(end) for end in one['parts'][name]['share_interval'])}]"
                 for name in (*PARTS, *OWN_LAW)
             ]
             body.append((one["cell"], str(one["after_round"]), number(one["noise"]), number(one["signal"]), *shares))
@@ -225,9 +227,8 @@ def _provenance(kind: Comparison) -> str:
     body = ""
     for slug, record in seen.items():
         where = record.content["provenance"]
-        commits = ", ".join((commit or "unknown")[:7] for commit in where["commits"])
         versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
-        cells = (slug, where["started"], where["starts"], where["device"], commits, versions)
+        cells = (slug, where["started"], where["starts"], where["device"], record.commits, versions)
         body += "<tr>" + "".join(f"<td>{_text(str(cell))}</td>" for cell in cells) + "</tr>"
     head = "".join(f"<th>{name}</th>" for name in ("run", "started", "starts", "device", "commit", "versions"))
     lines = "".join(f"<li>{_text(line)}</li>" for line in settings(kind))

@@ -1,5 +1,6 @@
 """Run a protocol's cells, each resumable on its own, and say beforehand what that costs."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from fedmask.display import RunDisplay, number, percent
 from fedmask.federated import ImageData, RunConfig, dirichlet_partition, load_data, simulate
+from fedmask.federated.rounds import check_device
 from fedmask.federated.training import Trainer
 from fedmask.federated.workers import default_workers
 from validation.protocol import Cell, Protocol
@@ -19,9 +21,18 @@ __all__ = ["Cost", "cliff", "duration", "image_passes", "plan", "plan_table", "r
 
 
 def run_protocol(
-    protocol: Protocol, out: Path, *, data: str | None = None, workers: int | None = None, quiet: bool = False
+    protocol: Protocol,
+    out: Path,
+    *,
+    data: str | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
 ) -> list[tuple[Cell, dict[str, Any]]]:
-    """Run every cell, or go on with it, in a directory of its own below ``out``; return the summaries."""
+    """Run every cell, or go on with it, in a directory of its own below ``out``; return the summaries.
+
+    Cells of one protocol share their data; with ``overwrite`` they start again.
+    """
     images = load_data(data or protocol.data, progress=not quiet)
     left = _TimeLeft(protocol, out, len(images.train_labels))
     summaries = []
@@ -34,8 +45,15 @@ def run_protocol(
                 data=images,
                 out=out / cell.slug,
                 workers=workers,
+                overwrite=overwrite,
                 keep_every=max(1, cell.config.rounds // 2),  # for the attribution of the noise
                 on_progress=display.update,
+            )
+        if result.diverged and not quiet:
+            print(
+                f"{cell.slug}: rounds {list(result.diverged)} came out with other bytes than before the interruption: "
+                "device, versions or thread settings differ (see provenance.json)",
+                file=sys.stderr,
             )
         summaries.append((cell, {**result.summary, "local_steps": _median_steps(result.records)}))
     return summaries
@@ -94,6 +112,8 @@ class Cost:
 
 def plan(protocol: Protocol, out: Path, *, data: str | None = None, workers: int | None = None) -> list[Cost]:
     """Measure a training step of each kind on one client, and count what every cell takes."""
+    for cell in protocol.cells:
+        check_device(cell.config.device, 1 if workers is None else workers)
     images = load_data(data or protocol.data)
     rates: dict[tuple[Any, ...], tuple[float, float]] = {}
     costs = []
@@ -181,22 +201,35 @@ def cliff(summaries: Sequence[tuple[Cell, Mapping[str, Any]]]) -> str:
     """The paper's cliff as a verdict with its numbers.
 
     The paper (Table I) sets five full-batch steps, 3.96, against four minibatch steps, 1.36: 2.9 times as
-    much recovered at like numbers of steps. Here every minibatch cell is compared with the full-batch cell
-    of as many local steps, and the cliff counts as seen where the smallest batch recovers less than half.
+    much recovered with about as many steps. Here every minibatch cell is set against a full-batch cell of its
+    seed and α with at least as many local steps, the fewest such; the cliff counts as seen where the smallest
+    batch recovers less than half.
     """
-    full = {s["local_steps"]: s["recovery_factor"] for cell, s in summaries if cell.config.batch_size == "full"}
-    pairs = [
-        (cell, summary["recovery_factor"], full[summary["local_steps"]], summary["local_steps"])
-        for cell, summary in summaries
-        if cell.config.batch_size != "full" and full.get(summary["local_steps"]) and summary["recovery_factor"]
-    ]
+    pairs = []
+    for cell, summary in summaries:
+        if cell.config.batch_size == "full" or not summary["recovery_factor"]:
+            continue
+        full = [
+            (other["local_steps"], other["recovery_factor"])
+            for one, other in summaries
+            if one.config.batch_size == "full"
+            and (one.config.seed, one.config.alpha) == (cell.config.seed, cell.config.alpha)
+            and other["local_steps"] >= summary["local_steps"]
+            and other["recovery_factor"]
+        ]
+        if full:
+            pairs.append((cell, summary, *min(full)))
     if not pairs:
-        return "The cliff cannot be judged: no minibatch cell makes as many local steps as a full-batch cell."
-    smallest = min(pairs, key=lambda pair: int(pair[0].config.batch_size))
-    verdict = "seen" if smallest[2] > 2 * smallest[1] else "not seen"
-    ratios = ", ".join(f"{ours / low:.1f} times that of batch {cell.config.batch_size}" for cell, low, ours, _ in pairs)
+        return "The cliff cannot be judged: no full-batch cell makes at least as many local steps as a minibatch cell."
+    cell, summary, steps, factor = min(pairs, key=lambda pair: (int(pair[0].config.batch_size), pair[0].config.seed))
+    verdict = "seen" if factor > 2 * summary["recovery_factor"] else "not seen"
+    same = [pair for pair in pairs if pair[0].config.seed == cell.config.seed and pair[2:] == (steps, factor)]
+    ratios = ", ".join(
+        f"{factor / s['recovery_factor']:.1f} times that of batch {c.config.batch_size} at {s['local_steps']}"
+        for c, s, _, _ in same
+    )
     return (
-        f"The cliff is {verdict}: at {smallest[3]} local steps the full batch recovers {number(smallest[2])}, "
+        f"The cliff is {verdict}: at {steps} local steps the full batch recovers {number(factor)}, "
         f"{ratios} (paper, CIFAR-10: 3.96 at five full-batch steps, 2.9 times that at four steps of batch 128)."
     )
 

@@ -29,10 +29,9 @@ def settings(found: Comparison) -> list[str]:
     lines: dict[str, list[str]] = {}
     for record in (record for row in found.rows for record in row.records):
         c, where = record.config, record.content["provenance"]
-        commits = ", ".join((commit or "unknown")[:7] for commit in record.content["provenance"]["commits"])
         line = (
             f"medians over the last {record.last} rounds; {where['device']}; torch {where['versions']['torch']}; "
-            f"commit {commits}"
+            f"commit {record.commits}; data {record.content['data']['name']}"
         )
         lines.setdefault(line, []).append(f"seed {c.seed}")
     return [f"{line}; {', '.join(sorted(set(seeds)))}" for line, seeds in lines.items()]
@@ -50,7 +49,7 @@ def comparison_tables(found: Comparison) -> list[Table]:
 
 
 def _table(title: str, chosen: Sequence[Row]) -> Table:
-    caption = "paper · ours [95 % within the run] (smallest to largest over seeds)"
+    caption = "paper · ours [within the run, rough] (smallest to largest over seeds)"
     table = Table(title=f"{title}\n{caption}", title_justify="left")
     table.add_column("cell")
     table.add_column("steps", justify="right")
@@ -92,7 +91,7 @@ def verdict_table(found: Sequence[Verdict]) -> Table:
 def markdown(found: Comparison) -> str:
     """A comparison as Markdown, for the README."""
     header = ["cell", "steps", *(TITLES[quantity] for quantity in QUANTITIES)]
-    lines = [f"{found.label}. Paper · ours [95 % within the run]:", ""]
+    lines = [f"{found.label}. Paper · ours [within the run, rough: see `compare --help`]:", ""]
     lines += [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     for row in found.rows:
         cells = [cell_text(row, quantity, separator=" ").replace("\\[", "[") for quantity in QUANTITIES]
@@ -139,7 +138,7 @@ def parts_table(found: Sequence[dict[str, Any]]) -> Table:
         table.add_row("", "", "noise", number(one["noise"]), percent(1), "")
         for name in (*PARTS, *OWN_LAW):
             part = one["parts"][name]
-            low, high = (end / one["noise"] for end in part["interval"])
+            low, high = part["share_interval"]
             interval = f"{percent(low)} to {percent(high)}"
             table.add_row("", "", name, number(part["value"]), percent(part["share"]), interval)
         table.add_section()

@@ -54,6 +54,7 @@ def _id(batch: str, epochs: int, alpha: float = 100) -> str:
 
 
 TABLE_I = [_id(batch, epochs) for batch in ("full", "128", "32") for epochs in (1, 2, 5)]
+FULL = TABLE_I[:3]
 TABLE_II = [_id("32", 2, alpha) for alpha in (100, 1, 0.1)]
 
 
@@ -64,14 +65,18 @@ def _judged(
     ours: Cells,
     judge: Callable[[Cells], tuple[bool, str]],
     *,
-    least: int | None = None,
+    least: Sequence[Sequence[str]] | None = None,
 ) -> Verdict:
-    """Judge with all needed cells, or with as many as were run if there are ``least`` of them."""
+    """Judge with all needed cells; or, given ``least``, with those that were run if one of each group is there.
+
+    The groups hold the cells without which the others could show neither the claim nor its failure.
+    """
     wanted = list(dict.fromkeys(needed))
     there = [cell for cell in wanted if cell in ours]
     missing = [cell for cell in wanted if cell not in ours]
     theirs = judge({cell: paper[cell] for cell in wanted})[1]
-    if len(there) < (len(wanted) if least is None else least):
+    groups = [[cell] for cell in wanted] if least is None else least
+    if not all(any(cell in ours for cell in group) for group in groups):
         return Verdict(claim, "cannot be judged", theirs, f"not run: {', '.join(missing)}")
     shown, words = judge({cell: ours[cell] for cell in there})
     if missing:
@@ -83,13 +88,11 @@ def _cliff(paper: Cells, ours: Cells) -> Verdict:
     def judge(cells: Cells) -> tuple[bool, str]:
         full = [c.factor for id_, c in cells.items() if id_.startswith("bfull")]
         mini = [c.factor for id_, c in cells.items() if not id_.startswith("bfull")]
-        if not full or not mini:
-            return False, "no full-batch or no minibatch cell"
         words = f"full batch {_span(full)}, minibatch {_span(mini)}: smallest full {min(full) / max(mini):.1f} times"
         return min(full) >= 2 * max(mini), f"{words} the largest minibatch"
 
     claim = "A cliff lies between full batch and minibatch: every full-batch cell at least twice every minibatch cell"
-    return _judged(claim, TABLE_I, paper, ours, judge, least=2)
+    return _judged(claim, TABLE_I, paper, ours, judge, least=[FULL, [c for c in TABLE_I if c not in FULL]])
 
 
 def _monotone(paper: Cells, ours: Cells) -> Verdict:
@@ -103,7 +106,8 @@ def _monotone(paper: Cells, ours: Cells) -> Verdict:
         return falling, "; ".join(groups)
 
     claim = "Within a batch size the factor falls with the number of local steps"
-    return _judged(claim, TABLE_I, paper, ours, judge, least=5)
+    several = any(sum(_id(batch, epochs) in ours for epochs in (1, 2, 5)) > 1 for batch in ("full", "128", "32"))
+    return _judged(claim, TABLE_I, paper, ours, judge, least=[] if several else None)
 
 
 def _like_accuracy(paper: Cells, ours: Cells) -> Verdict:
@@ -130,7 +134,7 @@ def _spans(paper: Cells, ours: Cells) -> Verdict:
         return orders["noise"] >= 2.5 and orders["signal"] <= orders["noise"] / 2, words
 
     claim = "Over Table I noise spans three orders of magnitude (at least 2.5) and signal at most half as many"
-    return _judged(claim, TABLE_I, paper, ours, judge, least=7)
+    return _judged(claim, TABLE_I, paper, ours, judge, least=[[_id("full", 1)], [_id("full", 2)], [_id("32", 5)]])
 
 
 def _heterogeneity(paper: Cells, ours: Cells) -> Verdict:
@@ -143,10 +147,7 @@ def _heterogeneity(paper: Cells, ours: Cells) -> Verdict:
         ], f"over α by {ratios[0]:.2f} times, over the local protocol by {ratios[1]:.1f} times"
 
     claim = "Heterogeneity moves the factor less than the local protocol does"
-    needed = [*TABLE_II, *TABLE_I]
-    if any(id_ not in ours for id_ in TABLE_II):
-        return _judged(claim, needed, paper, ours, judge)
-    return _judged(claim, needed, paper, ours, judge, least=5)
+    return _judged(claim, [*TABLE_II, *TABLE_I], paper, ours, judge, least=[*([cell] for cell in TABLE_II), FULL])
 
 
 def _weights(paper: Cells, ours: Cells) -> Verdict:
@@ -154,15 +155,13 @@ def _weights(paper: Cells, ours: Cells) -> Verdict:
         gaps = {id_: abs(c.factor - c.values["recovery_factor_weighted"]) for id_, c in cells.items()}
         wide = [id_ for id_, gap in gaps.items() if gap > 0.05]
         skewed = _id("32", 2, 0.1)
-        others = max(gap for id_, gap in gaps.items() if id_ != skewed)
+        others = max((gap for id_, gap in gaps.items() if id_ != skewed), default=0.0)
         at = f"{gaps[skewed]:.2f} at α = 0.1" if skewed in gaps else "α = 0.1 not run"
         return wide == [skewed], f"{at}, at most {others:.3f} elsewhere"
 
     claim = "Weighted and unweighted factor differ by more than 0.05 at α = 0.1 only"
-    needed = [_id("32", 2, 0.1), *TABLE_II, *TABLE_I]
-    if _id("32", 2, 0.1) not in ours:
-        return _judged(claim, needed, paper, ours, judge)
-    return _judged(claim, needed, paper, ours, judge, least=4)
+    least = [[cell] for cell in TABLE_II]
+    return _judged(claim, [*TABLE_II, *TABLE_I], paper, ours, judge, least=least)
 
 
 def _dominated(paper: Cells, ours: Cells) -> Verdict:
@@ -187,7 +186,7 @@ def _below(paper: Cells, ours: Cells) -> Verdict:
         return full == 0 and 0 < max(mini) < 0.1, words
 
     claim = "Rounds below one are there with minibatches, in fewer than a tenth of rounds, and not with full batches"
-    return _judged(claim, [*TABLE_I, *TABLE_II], paper, ours, judge, least=4)
+    return _judged(claim, [*TABLE_I, *TABLE_II], paper, ours, judge, least=[FULL, [_id("128", 1)]])
 
 
 def _span(values: Sequence[float]) -> str:

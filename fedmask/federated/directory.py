@@ -11,7 +11,8 @@ provenance.json         versions, commit, device, times of start and resumption
 
 All but the last two are functions of the configuration: interrupted anywhere or not, they end as the same
 bytes. A checkpoint of round r is written after the log's line r, so after an interruption the log is at
-least as long; its lines beyond the checkpoint are computed again and compared.
+least as long; its lines beyond the checkpoint are computed again and compared. Lines from the first damaged one
+on count as not written. One process at a time has the directory: it holds a lock on it, which ends with it.
 """
 
 import hashlib
@@ -20,10 +21,10 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from torch import Tensor
 from fedmask.errors import RunDirectoryError
 from fedmask.files import to_json, write_atomic, write_json
 
-__all__ = ["Checkpoint", "RunDirectory"]
+__all__ = ["Checkpoint", "RunDirectory", "read_checkpoint"]
 
 _OWN = ("config.json", "rounds.jsonl", "checkpoints", "summary.json", "times.jsonl", "provenance.json")
 
@@ -56,15 +57,25 @@ class RunDirectory:
         Checkpoints of rounds that ``keep_every`` divides are never forgotten.
 
         Raises:
-            RunDirectoryError: if it holds a run of another identity, or files that are no run.
+            RunDirectoryError: if it holds a run of another identity, or files that are no run, or another process
+                has it.
         """
         self.path = path
         self._keep_every = keep_every
         self._lost: dict[int, str] = {}
         self.diverged: list[int] = []
+        path.mkdir(parents=True, exist_ok=True)
+        self._unlock = _locked(path)
+        try:
+            self._open(identity, overwrite)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self, identity: Mapping[str, Any], overwrite: bool) -> None:
+        path = self.path
         if overwrite:
             self._clear()
-        path.mkdir(parents=True, exist_ok=True)
         config = path / "config.json"
         if config.exists():
             _check_identity(config, identity)
@@ -77,17 +88,26 @@ class RunDirectory:
             left_over.unlink()
 
     def resume(self) -> Checkpoint | None:
-        """The newest whole checkpoint, or None; the log is cut to it."""
-        checkpoint = self._newest()
+        """The newest whole checkpoint that the log reaches, or None; the log is cut to it.
+
+        Raises:
+            RunDirectoryError: if there are checkpoints, but the log reaches none of them.
+        """
         log = self.path / "rounds.jsonl"
-        whole = _whole_lines(log)
-        done = checkpoint.round if checkpoint else 0
-        if len(whole) < done:
+        whole = _rounds(_whole_lines(log))
+        checkpoint = self._newest(len(whole))
+        if checkpoint is None and (there := self._newest()) is not None:
             raise RunDirectoryError(
-                f"{log} has {len(whole)} rounds but the checkpoint is of round {done}; "
-                "restore the log, or start again with --overwrite"
+                f"{log} has {len(whole)} whole rounds but the checkpoint is of round {there.round}; "
+                f"restore the log, or remove {self.path} to start again"
             )
+        done = checkpoint.round if checkpoint else 0
+        for path in self._checkpoints():  # later ones, which the log does not reach
+            if _round_of(path) > done:
+                _remove(path)
         self._lost = {done + i + 1: line.decode() for i, line in enumerate(whole[done:])}
+        if len(whole) > done or not whole:
+            (self.path / "summary.json").unlink(missing_ok=True)
         _cut(log, whole[:done])
         times = self.path / "times.jsonl"
         _cut(times, _whole_lines(times))
@@ -118,10 +138,8 @@ class RunDirectory:
         write_atomic(path, content)
         write_atomic(path.with_suffix(".sha256"), (hashlib.sha256(content).hexdigest() + "\n").encode())
         for old in self._checkpoints()[2:]:
-            if self._keep_every is not None and int(old.stem.removeprefix("round-")) % self._keep_every == 0:
-                continue
-            old.with_suffix(".sha256").unlink(missing_ok=True)
-            old.unlink()
+            if self._keep_every is None or _round_of(old) % self._keep_every:
+                _remove(old)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
@@ -133,32 +151,40 @@ class RunDirectory:
         starts = []
         if path.exists():
             try:
-                starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
-            except (ValueError, KeyError):
+                starts = list(json.loads(path.read_text(encoding="utf-8"))["starts"])
+            except (ValueError, KeyError, TypeError):
                 starts = []
         write_json(path, {"starts": [*starts, provenance]})
 
-    def checkpoint(self, round_: int) -> Checkpoint:
-        """The checkpoint of a round.
+    def finished(self, rounds: int) -> dict[str, Any] | None:
+        """The summary, if the run was done and all its rounds are in the log; its checkpoints may be gone."""
+        path = self.path / "summary.json"
+        if not path.exists() or len(_rounds(_whole_lines(self.path / "rounds.jsonl"))) != rounds:
+            return None
+        try:
+            return cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
+        except ValueError:
+            return None
 
-        Raises:
-            RunDirectoryError: if it is not there, or not whole.
-        """
-        path = self.path / "checkpoints" / f"round-{round_:06d}.pt"
-        there = [int(known.stem.removeprefix("round-")) for known in reversed(self._checkpoints())]
-        found = _loaded(path) if path.exists() else None
-        if found is None:
-            raise RunDirectoryError(f"{path} is missing or not whole; there are checkpoints of rounds {there}")
-        return found
+    def has_checkpoint(self, round_: int) -> bool:
+        """Whether there is a checkpoint of this round."""
+        return any(_round_of(path) == round_ for path in self._checkpoints())
+
+    def __enter__(self) -> "RunDirectory":
+        """Itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let another process have the directory."""
+        self._unlock()
 
     def records(self) -> list[dict[str, Any]]:
         """The rounds logged so far."""
-        log = self.path / "rounds.jsonl"
-        return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+        return [json.loads(line) for line in _whole_lines(self.path / "rounds.jsonl")]
 
-    def _newest(self) -> Checkpoint | None:
+    def _newest(self, most: int | None = None) -> Checkpoint | None:
         for path in self._checkpoints():
-            if (found := _loaded(path)) is not None:
+            if (most is None or _round_of(path) <= most) and (found := _loaded(path)) is not None:
                 return found
         return None
 
@@ -182,12 +208,71 @@ class RunDirectory:
             shutil.rmtree(child) if child.is_dir() else child.unlink(missing_ok=True)
 
 
+def read_checkpoint(run: Path, round_: int) -> Checkpoint:
+    """The checkpoint of a round of a run, which may be going on; nothing is changed.
+
+    Raises:
+        RunDirectoryError: if it is not there, or not whole.
+    """
+    path = run / "checkpoints" / f"round-{round_:06d}.pt"
+    found = _loaded(path) if path.exists() else None
+    if found is None:
+        there = sorted(_round_of(known) for known in path.parent.glob("round-*.pt"))
+        raise RunDirectoryError(f"{path} is missing or not whole; there are checkpoints of rounds {there}")
+    return found
+
+
+def _locked(path: Path) -> Callable[[], object]:
+    """Hold an exclusive lock on a directory, where the system has such locks; return what lets it go."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        return lambda: None
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(folder)
+        if isinstance(error, BlockingIOError):
+            raise RunDirectoryError(
+                f"{path} is in use by another process; wait for it to end, or choose another directory"
+            ) from None
+        return lambda: None  # a file system without locks
+    closing = [folder]
+
+    def close() -> None:
+        while closing:
+            os.close(closing.pop())
+
+    return close
+
+
+def _round_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("round-"))
+
+
+def _remove(checkpoint: Path) -> None:
+    checkpoint.with_suffix(".sha256").unlink(missing_ok=True)
+    checkpoint.unlink()
+
+
+def _rounds(lines: Sequence[bytes]) -> list[bytes]:
+    """The lines from the first on that are the rounds 1, 2, …."""
+    for place, line in enumerate(lines):
+        try:
+            if json.loads(line)["round"] != place + 1:
+                return list(lines[:place])
+        except (ValueError, KeyError, TypeError):
+            return list(lines[:place])
+    return list(lines)
+
+
 def _loaded(path: Path) -> Checkpoint | None:
     """The checkpoint in a file, or None if the file is not whole."""
     content = path.read_bytes()
     digest = path.with_suffix(".sha256")
     # Nothing is unpickled that does not have its checksum, and then by PyTorch's restricted loader.
-    if not digest.exists() or digest.read_text().strip() != hashlib.sha256(content).hexdigest():
+    if not digest.exists() or digest.read_bytes().strip() != hashlib.sha256(content).hexdigest().encode():
         return None
     try:
         state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
@@ -203,15 +288,19 @@ def _check_identity(config: Path, identity: Mapping[str, Any]) -> None:
     try:
         there = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunDirectoryError(f"{config} is damaged ({error}); start again with --overwrite") from None
+        raise RunDirectoryError(f"{config} is damaged ({error}); remove {config.parent} to start again") from None
     wanted = json.loads(to_json(identity))
+    # Data are what their fingerprint says, whatever the file is called.
+    ours, theirs = (one.get("data") if isinstance(one.get("data"), dict) else {} for one in (wanted, there))
+    if ours.get("fingerprint") == theirs.get("fingerprint") and "name" in ours:
+        theirs["name"] = ours["name"]
     differences = [
         f"{name} is {_short(old)} there and {_short(new)} here" for name, old, new in _differences(there, wanted)
     ]
     if differences:
         raise RunDirectoryError(
             f"{config.parent} holds a run of another configuration: {'; '.join(differences[:5])}. "
-            "Choose another directory, or start again with --overwrite"
+            "Choose another directory, or remove this one to start again"
         )
 
 

@@ -36,7 +36,7 @@ from fedmask.statistics import (
     signal,
 )
 
-__all__ = ["Progress", "RoundRecord", "RunResult", "draw_cohort", "simulate", "summarize"]
+__all__ = ["Progress", "RoundRecord", "RunResult", "check_device", "draw_cohort", "simulate", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: its records (as in rounds.jsonl), its summary, and the final weights by name."""
+    """A finished run: its records (as in rounds.jsonl), its summary, and the final weights by name.
+
+    There are no weights where a finished run's directory was given whose last checkpoint is gone.
+    """
 
     records: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -131,22 +134,39 @@ def simulate(
     """
     images = data if isinstance(data, ImageData) else load_data(data)
     workers = default_workers(config) if workers is None else workers
-    _check_device(config.device, workers)
+    check_device(config.device, workers)
     partition = dirichlet_partition(
         images.train_labels, config.clients, config.alpha, config.seed, min_samples=config.min_samples
     )
     trainer = Trainer(config, images, partition, model)
+    if out is None:
+        return _simulated(config, images, partition, trainer, model, workers, None, on_progress)
+    identity = _identity(config, images, partition, trainer.blocks)
+    with RunDirectory(Path(out), identity, overwrite=overwrite, keep_every=keep_every) as directory:
+        if (summary := directory.finished(config.rounds)) is not None and not directory.has_checkpoint(config.rounds):
+            return RunResult(directory.records(), summary, {})
+        return _simulated(config, images, partition, trainer, model, workers, directory, on_progress)
+
+
+def _simulated(
+    config: RunConfig,
+    data: ImageData,
+    partition: Partition,
+    trainer: Trainer,
+    model: ModelFactory | None,
+    workers: int,
+    directory: RunDirectory | None,
+    on_progress: Callable[[Progress], None] | None,
+) -> RunResult:
     state = _State(0, trainer.weights.clone(), trainer.buffers())
-    directory = None
-    if out is not None:
-        identity = _identity(config, images, partition, trainer.blocks)
-        directory = RunDirectory(Path(out), identity, overwrite=overwrite, keep_every=keep_every)
+    records: list[dict[str, Any]] = []
+    if directory is not None:
         if (checkpoint := directory.resume()) is not None:
             state = _restored(checkpoint, trainer)
         directory.describe({**provenance(config.device), "workers": workers, "resumed_after": state.round})
-    records = directory.records() if directory else []
+        records = directory.records()
     if state.round < config.rounds:
-        with _workers(workers, trainer, config, images, partition, model) as pool:
+        with _workers(workers, trainer, config, data, partition, model) as pool:
             for record, seconds in _rounds(config, partition, trainer.blocks, pool, state, on_progress):
                 started = time.perf_counter()
                 plain = dict(vars(record))
@@ -370,7 +390,12 @@ def _workers(
     return Processes(workers, trainer, config, data, partition, model)
 
 
-def _check_device(device: str, workers: int) -> None:
+def check_device(device: str, workers: int) -> None:
+    """Check that a device is there and can have so many workers.
+
+    Raises:
+        FedmaskError: if not.
+    """
     if workers < 1:
         raise FedmaskError(f"{workers} workers were asked for; there must be at least one")
     kind = device.partition(":")[0]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -129,7 +130,8 @@ class Processes:
         """See :class:`Workers`."""
         self._weights.copy_(weights)
         packed = _pack(buffers)
-        rows = {self._pool.submit(_train, round_, client, packed, row): row for row, client in enumerate(clients)}
+        with _dying_workers():
+            rows = {self._pool.submit(_train, round_, client, packed, row): row for row, client in enumerate(clients)}
         pending: set[Future[tuple[ClientReport, bytes]]] = set(rows)
         while pending:
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -142,7 +144,8 @@ class Processes:
         self._weights.copy_(weights)
         parts = range(_parts(self._test_samples, self._config))
         packed = _pack(buffers)
-        futures = [self._pool.submit(_evaluate, packed, part) for part in parts]
+        with _dying_workers():
+            futures = [self._pool.submit(_evaluate, packed, part) for part in parts]
         return _means([_result(future) for future in futures], self._test_samples)
 
 
@@ -221,8 +224,14 @@ def _check_shared_memory(needed: int) -> None:
 
 
 def _result(future: "Future[T]") -> T:
-    try:
+    with _dying_workers():
         return future.result()
+
+
+@contextmanager
+def _dying_workers() -> Iterator[None]:
+    try:
+        yield
     except BrokenProcessPool:
         raise FedmaskError(
             "a worker process died, perhaps for want of memory; "

@@ -62,7 +62,7 @@ def terms_exhaustive(formula: Survives, context: Context) -> Outcome:
     def draw(random: Random) -> Instance:
         return draw_instance(random, clients=1, owner=tuple(range(len(PLACES))))
 
-    found = for_all(draw, holds, context, "terms", count=3)
+    found = for_all(draw, holds, context, "terms", count=2)
     return Outcome(
         found.passed, "equal to 1e-9 at five granularities" if found.passed else found.found, samples=found.samples
     )

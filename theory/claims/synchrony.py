@@ -89,7 +89,7 @@ def dial_exhaustive(formula: Dial, context: Context) -> Outcome:
             and abs(produced - float(scheme.rho)) <= 1e-9 / abs(float(full) - 1)
         )
 
-    return for_all(draw, holds, context, "dial")
+    return for_all(draw, holds, context, "dial", count=10)
 
 
 def dial_steps() -> list[Step]:

@@ -174,6 +174,7 @@ CLAIMS = (
         {
             "g/K_c": with_value(RANDOM_GROUPS, _as_correlated(lambda s: s.group / s.clients)),
             "(g − 1)/K_c": with_value(RANDOM_GROUPS, _as_correlated(lambda s: (s.group - 1) / s.clients)),
+            "one mask for all": with_value(RANDOM_GROUPS, lambda s, d: coefficient(s.p) * d.shared),
             "the groups of one round": with_value(RANDOM_GROUPS, lambda s, d: coefficient(s.p) * d.grouped),
         },
         ("g divides K_c", "groups drawn anew, uniformly"),

@@ -25,6 +25,7 @@ from validation.tables import (
     comparison_json,
     comparison_tables,
     markdown,
+    measured_markdown,
     parts_table,
     settings,
     verdict_table,
@@ -130,7 +131,9 @@ def compare(
     if as_json:
         typer.echo(to_json([comparison_json(kind) for kind in found], indent=2))
     elif as_markdown:
-        typer.echo("\n".join(markdown(kind) for kind in found), nl=False)
+        typer.echo("\n".join(markdown(kind) for kind in found))
+        measured = (load_measurements(directories, kind) for kind in ("attribution", "batch sizes"))
+        typer.echo(measured_markdown(*measured), nl=False)
     else:
         console = Console(width=None if sys.stdout.isatty() else 150)
         for kind in found:

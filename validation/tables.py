@@ -18,6 +18,7 @@ __all__ = [
     "comparison_tables",
     "formatter",
     "markdown",
+    "measured_markdown",
     "parts_table",
     "settings",
     "verdict_table",
@@ -169,3 +170,33 @@ def batch_table(found: Sequence[dict[str, Any]]) -> Table:
         factor = f"{full['recovery_factor']:.2f}"
         table.add_row(one["cell"], str(one["after_round"]), "full", "", number(full["noise"]), "", factor)
     return table
+
+
+def measured_markdown(parts: Sequence[dict[str, Any]], sizes: Sequence[dict[str, Any]]) -> str:
+    """Measured parts of the noise and of one local step as Markdown, for the README; empty without any."""
+    lines = []
+    if parts:
+        names = (*PARTS, *OWN_LAW)
+        lines += [f"| run | after round | noise | {' | '.join(names)} |", f"|{'---|' * (3 + len(names))}"]
+        for one in parts:
+            shares = []
+            for name in names:
+                low, high = one["parts"][name]["share_interval"]
+                shares.append(f"{percent(one['parts'][name]['share'])} [{percent(low)}, {percent(high)}]")
+            lines.append(f"| {one['cell']} | {one['after_round']} | {number(one['noise'])} | {' | '.join(shares)} |")
+        lines.append("")
+    if sizes:
+        heads = ("run", "after round", "one step, batch", "noise predicted", "measured", "1/Δ_S predicted", "measured")
+        lines += [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        for one in sizes:
+            for point in one["points"]:
+                predicted, measured = point["predicted"], point["measured"]
+                noise = ", ".join(number(end) for end in measured["noise_interval"])
+                factor = ", ".join(f"{end:.2f}" for end in measured["recovery_factor_interval"])
+                lines.append(
+                    f"| {one['cell']} | {one['after_round']} | {point['batch_size']} | {number(predicted['noise'])} | "
+                    f"{number(measured['noise'])} [{noise}] | {predicted['recovery_factor']:.2f} | "
+                    f"{measured['recovery_factor']:.2f} [{factor}] |"
+                )
+        lines.append("")
+    return "\n".join(lines)

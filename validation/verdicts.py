@@ -88,7 +88,7 @@ def _cliff(paper: Cells, ours: Cells) -> Verdict:
     def judge(cells: Cells) -> tuple[bool, str]:
         full = [c.factor for id_, c in cells.items() if id_.startswith("bfull")]
         mini = [c.factor for id_, c in cells.items() if not id_.startswith("bfull")]
-        words = f"full batch {_span(full)}, minibatch {_span(mini)}: smallest full {min(full) / max(mini):.1f} times"
+        words = f"full batch {_span(full)}, minibatch {_span(mini)}: smallest full {min(full) / max(mini):.2f} times"
         return min(full) >= 2 * max(mini), f"{words} the largest minibatch"
 
     claim = "A cliff lies between full batch and minibatch: every full-batch cell at least twice every minibatch cell"

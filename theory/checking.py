@@ -9,7 +9,7 @@ import sympy as sp
 from theory.registry import Context, Outcome
 from theory.sequences import Sampled
 
-__all__ = ["for_all", "identical", "sampled_outcome"]
+__all__ = ["INSTANCES", "for_all", "identical", "sampled_outcome"]
 
 T = TypeVar("T")
 INSTANCES = 25

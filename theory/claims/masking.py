@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import sympy as sp
 
 from theory.algebra import ALL, BOTH, GROUPED, OWN, SHARED, excess, p
-from theory.checking import for_all, identical, sampled_outcome
+from theory.checking import INSTANCES, for_all, identical, sampled_outcome
 from theory.quadratics import Instance, draw_instance, expected, masked_mean, mean
 from theory.registry import Claim, Context, Outcome, Step
 from theory.schemes import (
@@ -105,9 +105,9 @@ def exhaustive(formula: Penalty, context: Context) -> Outcome:
         setting = Setting(instance.p, formula.scheme.rho, instance.blocks, instance.clients)
         return bool(value - instance.after(mean(instance)) == formula.value(setting, exact_sums(instance)))
 
-    # Correlated masks and random groups have the most masks to sum over.
-    many = formula.scheme.kind in ("correlated", "random groups")
-    return for_all(draw, holds, context, "masking", count=10 if many else 25)
+    # Random groups have the most masks to sum over.
+    count = 10 if formula.scheme.kind == "random groups" else INSTANCES
+    return for_all(draw, holds, context, "masking", count=count)
 
 
 def monte_carlo(formula: Penalty, context: Context) -> Outcome:

@@ -42,7 +42,7 @@ WORK = {
     "pure read": lambda blocks, updates, masks: updates.sum(),
     "plain mean (weights @ updates)": lambda blocks, updates, masks: torch.full((CLIENTS,), 0.1) @ updates,
     "masked mean, skipping dropped blocks": lambda blocks, updates, masks: masked_mean(
-        updates, blocks, masks=masks, p=0.5, statistics=False
+        updates, blocks, masks=masks, p=0.5, statistics="none"
     ),
     "Gram matrices": lambda blocks, updates, masks: gram_matrices(updates, blocks),
     "masked mean and Gram matrices": lambda blocks, updates, masks: masked_mean(updates, blocks, masks=masks, p=0.5),

@@ -19,15 +19,18 @@ from torch import Tensor
 
 from fedmask.blocks import Blocks
 from fedmask.errors import FedmaskError, NonFiniteUpdateError
-from fedmask.gram import (
-    CohortSums,
-    GramAccumulator,
-    GramMatrices,
-    check_counts,
-    check_updates,
-    chunks,
-)
+from fedmask.gram import CohortSums, GramMatrices, check_counts, check_statistics_blocks, check_updates
 from fedmask.masks import Probability, keep_probabilities
+from fedmask.passes import (
+    Found,
+    MeanOf,
+    Statistics,
+    add_to_stream,
+    chunks,
+    one_pass,
+    scaled,
+    squared_norms,
+)
 
 __all__ = ["Aggregate", "OnNonfinite", "StreamingAggregator", "masked_mean"]
 
@@ -60,10 +63,10 @@ def masked_mean(
     masks: Bool[np.ndarray, "clients blocks"] | None = None,
     p: Probability = 1.0,
     statistics_blocks: Blocks | None = None,
-    statistics: bool = True,
+    statistics: Statistics = "gram",
     on_nonfinite: OnNonfinite = "error",
 ) -> Aggregate:
-    """Masked weighted mean and Gram matrices of a cohort, each update read once and none changed.
+    """Masked weighted mean and statistics of a cohort, each update read once and none changed.
 
     Args:
         updates: (K_c, d) updates Δ_k = θ − θ_k, any floating type, any device.
@@ -74,7 +77,9 @@ def masked_mean(
         p: the probability with which a block is kept, above 0; kept blocks are scaled by 1/p.
         statistics_blocks: another cut of the same parameters for the statistics; if None, ``blocks``,
             or tensors where ``blocks`` are single elements.
-        statistics: without, dropped blocks are not even read, and NaN in them goes unseen.
+        statistics: "gram" for Gram matrices, from which every statistic follows; "sums" for the sums per block
+            that those without pairwise products need, in less time; with "none", dropped blocks are not even
+            read, and NaN in them goes unseen.
         on_nonfinite: "error", or "skip" to leave the client out and reweight the rest.
 
     Raises:
@@ -88,25 +93,22 @@ def masked_mean(
     scale = _rescale(p, blocks.count)
     if masks is not None and masks.shape != (len(ids), blocks.count):
         raise FedmaskError(f"masks have shape {masks.shape}; ({len(ids)}, {blocks.count}) was expected")
-    _check_policy(on_nonfinite)
+    _check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
+    _check_choice("statistics", statistics, Statistics)
     if statistics_blocks is None:
         statistics_blocks = _statistics_blocks(blocks)
-    a = torch.from_numpy(n / n.sum()).to(updates.device)
-    mean = torch.empty(blocks.parameters, dtype=_at_least_float32(updates.dtype), device=updates.device)
-    accumulator = GramAccumulator(statistics_blocks, updates) if statistics else None
-    for chunk in chunks(updates, blocks, statistics_blocks):
-        if accumulator is not None:
-            accumulator.add(chunk)
-        source = chunk.raw if accumulator is None else chunk.values
-        place = chunk.place(blocks)
-        mean[chunk.start : chunk.stop] = _rescaled(_kept_mean(source, place, a, masks), place, scale)
-    gram = None if accumulator is None else accumulator.result(n, ids)
-    if gram is not None:
-        bad = _nonfinite(np.einsum("bkk->bk", gram.values), statistics_blocks, ids)
+    check_statistics_blocks(statistics_blocks)
+    mean = MeanOf(blocks, masks, 1 / (n.sum() * scale))
+    found = one_pass(updates, statistics_blocks, n, statistics=statistics, mean=mean)
+    assert found.mean is not None
+    gram = None if found.gram is None else GramMatrices(found.gram, n, ids)
+    norms = found.squared_norms if found.gram is None else np.einsum("bkk->bk", found.gram)
+    if norms is not None:
+        bad = _nonfinite(norms, statistics_blocks, ids)
     else:
-        bad = {} if bool(mean.isfinite().all()) else _nonfinite_kept(updates, blocks, ids, masks)
+        bad = {} if bool(found.mean.isfinite().all()) else _nonfinite_kept(updates, blocks, ids, masks)
     if not bad:
-        return Aggregate(mean, gram, gram.sums() if gram else None)
+        return Aggregate(found.mean, gram, _sums(found, n) if gram is None else gram.sums())
     if on_nonfinite == "error":
         raise NonFiniteUpdateError(*next(iter(bad.items())))
     rows = [row for row, client in enumerate(ids) if client not in bad]
@@ -145,7 +147,7 @@ class StreamingAggregator:
 
     def __init__(self, blocks: Blocks, *, p: Probability = 1.0, on_nonfinite: OnNonfinite = "error") -> None:
         """An empty cohort over ``blocks``; p and on_nonfinite as in :func:`masked_mean`."""
-        _check_policy(on_nonfinite)
+        _check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
         self._blocks, self._statistics_blocks = blocks, _statistics_blocks(blocks)
         self._scale = _rescale(p, blocks.count)
         self._on_nonfinite = on_nonfinite
@@ -181,7 +183,7 @@ class StreamingAggregator:
             raise FedmaskError(f"client {name} has weight {count}; a weight is a sample count, finite and not negative")
         if mask is not None and mask.shape != (self._blocks.count,):
             raise FedmaskError(f"client {name}'s mask has shape {mask.shape}; ({self._blocks.count},) was expected")
-        norms = _squared_norms(flat, self._statistics_blocks)
+        norms = squared_norms(flat, self._statistics_blocks)
         if bad := _nonfinite(norms[:, None], self._statistics_blocks, (name,)):
             if self._on_nonfinite == "error":
                 raise NonFiniteUpdateError(name, bad[name])
@@ -208,16 +210,17 @@ class StreamingAggregator:
             raise FedmaskError(
                 f"the weights of all {self._clients} clients are zero: their mean is undefined; the model is unchanged"
             )
-        mean = self._masked / self._total
-        for chunk in chunks(mean[None], self._blocks):
-            mean[chunk.start : chunk.stop] = _rescaled(chunk.values[0], chunk.place(self._blocks), self._scale)
+        factors = 1 / (self._total * self._scale)
+        mean = torch.empty_like(self._masked)
+        for chunk in chunks(self._masked[None], self._blocks):
+            mean[chunk.start : chunk.stop] = scaled(chunk.values[0], chunk.place(self._blocks), factors)
         sums = CohortSums(
             clients=self._clients,
             effective_clients=self._total**2 / self._total_squares,
             squared_norms=self._norms.copy(),
-            squared_norm_of_sum=_squared_norms(self._plain, self._statistics_blocks),
+            squared_norm_of_sum=squared_norms(self._plain, self._statistics_blocks),
             weighted_squared_norms=self._weighted_norms / self._total**2,
-            squared_norm_of_weighted_sum=_squared_norms(self._weighted, self._statistics_blocks) / self._total**2,
+            squared_norm_of_weighted_sum=squared_norms(self._weighted, self._statistics_blocks) / self._total**2,
         )
         return Aggregate(mean.to(self._type), None, sums, tuple(self._skipped))
 
@@ -227,45 +230,21 @@ class StreamingAggregator:
             self._plain, self._masked = torch.zeros_like(self._weighted), self._weighted
         if mask is not None and self._masked is self._weighted:
             self._masked = self._weighted.clone()
-        n = torch.tensor([count], dtype=torch.float64, device=flat.device)
-        for chunk in chunks(flat[None], self._blocks):
-            columns = slice(chunk.start, chunk.stop)
-            self._plain[columns] += chunk.values[0]
-            self._weighted[columns] += count * chunk.values[0]
-            if self._masked is not self._weighted:
-                kept = None if mask is None else mask[None]
-                self._masked[columns] += _kept_mean(chunk.values, chunk.place(self._blocks), n, kept)
+        masked = None if self._masked is self._weighted else self._masked
+        add_to_stream(flat, count, self._blocks, mask, self._plain, self._weighted, masked)
 
 
-def _kept_mean(
-    values: Float[Tensor, "clients columns"],
-    place: tuple[int, int],
-    a: Float64[Tensor, " clients"],
-    masks: Bool[np.ndarray, "clients blocks"] | None,
-) -> Float64[Tensor, " columns"]:
-    """Σ a_k Δ_k over the clients that kept the block, for columns that lie at ``place``."""
-    first, rows = place
-    if masks is None:
-        return a @ values.double()
-    if rows == 1:
-        kept = np.flatnonzero(masks[:, first])
-        if len(kept) == len(values):
-            return a @ values.double()
-        chosen = torch.from_numpy(kept).to(values.device)
-        return a[chosen] @ values[chosen].double()
-    dropped = torch.from_numpy(~masks[:, first : first + rows, None]).to(values.device)
-    selected = values.double().view(len(values), rows, -1).masked_fill(dropped, 0)
-    return a @ selected.view(len(values), -1)
-
-
-def _rescaled(
-    mean: Float64[Tensor, " columns"], place: tuple[int, int], p: Float64[np.ndarray, " probabilities"]
-) -> Float64[Tensor, " columns"]:
-    if p.size == 1:
-        return mean if p[0] == 1 else mean / p[0]
-    first, rows = place
-    by_block = torch.from_numpy(p[first : first + rows, None]).to(mean.device)
-    return (mean.view(rows, -1) / by_block).view(-1)
+def _sums(found: Found, n: Float64[np.ndarray, " clients"]) -> CohortSums | None:
+    if found.squared_norms is None or found.squared_norm_of_sum is None or found.squared_norm_of_weighted_sum is None:
+        return None
+    return CohortSums(
+        clients=len(n),
+        effective_clients=float(n.sum() ** 2 / np.sum(n**2)),
+        squared_norms=found.squared_norms.sum(axis=1),
+        squared_norm_of_sum=found.squared_norm_of_sum,
+        weighted_squared_norms=found.squared_norms @ (n / n.sum()) ** 2,
+        squared_norm_of_weighted_sum=found.squared_norm_of_weighted_sum / n.sum() ** 2,
+    )
 
 
 def _rescale(p: Probability, blocks: int) -> Float64[np.ndarray, " probabilities"]:
@@ -279,18 +258,6 @@ def _rescale(p: Probability, blocks: int) -> Float64[np.ndarray, " probabilities
 
 def _statistics_blocks(blocks: Blocks) -> Blocks:
     return blocks.at("tensor") if blocks.granularity == "element" else blocks
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _squared_norms(flat: Float[Tensor, " parameters"], blocks: Blocks) -> Float64[np.ndarray, " blocks"]:
-    norms = torch.zeros(blocks.count, dtype=torch.float64, device=flat.device)
-    for chunk in chunks(flat[None], blocks):
-        first, rows = chunk.place(blocks)
-        norms[first : first + rows] += chunk.values.view(rows, -1).square().sum(dim=1)
-    return norms.cpu().numpy()
 
 
 def _nonfinite(
@@ -319,6 +286,7 @@ def _nonfinite_kept(
     return bad
 
 
-def _check_policy(on_nonfinite: str) -> None:
-    if on_nonfinite not in get_args(OnNonfinite):
-        raise FedmaskError(f'on_nonfinite is {on_nonfinite!r}; use "error" or "skip"')
+def _check_choice(name: str, given: str, choices: object) -> None:
+    if given not in get_args(choices):
+        allowed = " or ".join(f'"{choice}"' for choice in get_args(choices))
+        raise FedmaskError(f"{name} is {given!r}; use {allowed}")

@@ -8,22 +8,18 @@ Where K_c² products are too many, :class:`CohortSums` keeps the few sums per bl
 statistic without a pairwise product follows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from fedmask.blocks import Blocks
 from fedmask.errors import BlockError, FedmaskError
+from fedmask.passes import one_pass
 
 __all__ = ["CohortSums", "GramMatrices", "check_counts", "gram_matrices"]
-
-# Columns × clients of one float64 chunk: 2 MB, which stays in a core's cache between its uses.
-_CHUNK_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True)
@@ -115,77 +111,10 @@ def gram_matrices(
     ids = tuple(range(len(updates))) if clients is None else tuple(clients)
     checked = check_counts([1] * len(ids) if counts is None else counts, ids)
     check_updates(updates, blocks, ids)
-    sums = GramAccumulator(blocks, updates)
-    for chunk in chunks(updates, blocks):
-        sums.add(chunk)
-    return sums.result(checked, ids)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some columns of one tensor of the updates.
-
-    Attributes:
-        start: the first column; ``stop`` the one after the last.
-        tensor: index of the tensor they belong to.
-        raw: (clients, columns), a view of the updates in their own type.
-    """
-
-    start: int
-    stop: int
-    tensor: int
-    raw: Float[Tensor, "clients columns"]
-
-    @cached_property
-    def values(self) -> Float64[Tensor, "clients columns"]:
-        """The columns in float64, converted once."""
-        return self.raw.double()
-
-    def place(self, blocks: Blocks) -> tuple[int, int]:
-        """(first block, number of blocks that these columns cut evenly into)."""
-        piece = blocks.pieces[self.tensor]
-        if piece.rows == 1:
-            return piece.first_block, 1
-        first = piece.first_block + (self.start - piece.start) // piece.width
-        return first, (self.stop - self.start) // piece.width
-
-
-def chunks(updates: Float[Tensor, "clients parameters"], *cuts: Blocks) -> Iterator[Chunk]:
-    """The updates' columns, a cache-sized piece at a time, in flat order.
-
-    Every chunk holds whole blocks of each of ``cuts`` that is finer than tensors.
-    """
-    columns = max(1, _CHUNK_ELEMENTS // max(1, len(updates)))
-    # Rows must stay whole; single elements always do, and tensors are summed over their chunks.
-    cut = next((blocks for blocks in cuts if blocks.granularity == "row"), cuts[0])
-    for tensor, piece in enumerate(cut.pieces):
-        step = columns if piece.rows == 1 else max(1, columns // max(1, piece.width)) * piece.width
-        for start in range(piece.start, piece.stop, max(1, step)):
-            stop = min(start + step, piece.stop)
-            yield Chunk(start, stop, tensor, updates[:, start:stop])
-
-
-class GramAccumulator:
-    """Gram matrices growing chunk by chunk, on the updates' device."""
-
-    def __init__(self, blocks: Blocks, updates: Float[Tensor, "clients parameters"]) -> None:
-        """Zero matrices for a cohort of ``len(updates)`` clients."""
-        if blocks.granularity == "element":
-            raise BlockError('statistics are never finer than rows; pass blocks.at("tensor") or blocks.at("row")')
-        clients = len(updates)
-        self._blocks = blocks
-        self._values = torch.zeros(blocks.count, clients, clients, dtype=torch.float64, device=updates.device)
-
-    def add(self, chunk: Chunk) -> None:
-        """Add one chunk's inner products."""
-        first, rows = chunk.place(self._blocks)
-        by_row = chunk.values.view(len(chunk.values), rows, -1).transpose(0, 1)
-        self._values[first : first + rows] += by_row @ by_row.mT
-
-    def result(self, counts: Float64[np.ndarray, " clients"], clients: tuple[int, ...]) -> GramMatrices:
-        """The matrices so far."""
-        values = ((self._values + self._values.mT) / 2).cpu().numpy()
-        return GramMatrices(values, counts, clients)
+    check_statistics_blocks(blocks)
+    found = one_pass(updates, blocks, checked, statistics="gram")
+    assert found.gram is not None
+    return GramMatrices(found.gram, checked, ids)
 
 
 def check_counts(counts: Sequence[int | float], clients: Sequence[int]) -> Float64[np.ndarray, " clients"]:
@@ -218,3 +147,9 @@ def check_updates(updates: Tensor, blocks: Blocks, clients: Sequence[int]) -> No
             f"updates have shape {tuple(updates.shape)} and type {updates.dtype}; "
             f"({len(clients)}, {blocks.parameters}) of a floating type was expected"
         )
+
+
+def check_statistics_blocks(blocks: Blocks) -> None:
+    """Raise BlockError where blocks are too fine for statistics."""
+    if blocks.granularity == "element":
+        raise BlockError('statistics are never finer than rows; pass blocks.at("tensor") or blocks.at("row")')

@@ -50,13 +50,14 @@ def streamed(cohort, masks=None, p=1.0, order=None):
 @given(cohorts())
 def test_the_masked_mean_equals_its_slow_twin(cohort):
     expected = slow_mean(cohort, cohort.masks, cohort.p)
-    for statistics in (True, False):
+    for statistics in ("gram", "sums", "none"):
         outcome = masked_mean(
             cohort.updates, cohort.blocks, counts=cohort.counts, masks=cohort.masks, p=cohort.p, statistics=statistics
         )
         assert outcome.mean.dtype == torch.float32
         assert outcome.mean.numpy() == pytest.approx(expected, rel=2 * EPSILON, abs=1e-9)
-        assert (outcome.gram is None) == (not statistics)
+        assert (outcome.gram is None) == (statistics != "gram")
+        assert (outcome.sums is None) == (statistics == "none")
 
 
 @given(cohorts())
@@ -108,7 +109,7 @@ def test_a_block_dropped_by_all_is_exactly_zero_and_its_nan_cannot_reach_the_mea
     cohort.masks[:, dropped] = False
     cohort.updates[:, owner == dropped] = math.nan
     outcome = masked_mean(
-        cohort.updates, cohort.blocks, counts=cohort.counts, masks=cohort.masks, p=cohort.p, statistics=False
+        cohort.updates, cohort.blocks, counts=cohort.counts, masks=cohort.masks, p=cohort.p, statistics="none"
     )
     assert torch.all(outcome.mean[owner == dropped] == 0)
     assert bool(outcome.mean.isfinite().all())
@@ -172,7 +173,7 @@ def test_updates_longer_than_a_chunk_of_every_type(granularity, dtype):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("statistics", ["gram", "sums", "none"])
 def test_a_nonfinite_update_is_an_error_that_names_client_and_block(value, statistics):
     blocks = Blocks.of({"conv.weight": torch.zeros(3), "conv.bias": torch.zeros(2)})
     updates = torch.arange(50.0).view(10, 5)
@@ -186,7 +187,7 @@ def test_a_nonfinite_update_is_an_error_that_names_client_and_block(value, stati
     alone = masked_mean(updates[rest], blocks, counts=[k + 1 for k in rest], clients=[ids[k] for k in rest])
     assert skipped.skipped == (106,)
     assert torch.equal(skipped.mean, alone.mean)
-    if statistics:
+    if statistics == "gram":
         assert skipped.gram is not None
         assert skipped.gram.clients == tuple(ids[k] for k in rest)
 

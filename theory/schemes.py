@@ -237,7 +237,7 @@ def production_excess(
     """
     clients = range(len(case.updates))
     blocks = case.blocks.at("model") if scheme.kind.startswith("one bit") else case.blocks
-    dense = masked_mean(case.updates, blocks, counts=case.counts, statistics=False).mean
+    dense = masked_mean(case.updates, blocks, counts=case.counts, statistics="none").mean
     means = torch.empty(count, blocks.parameters, dtype=torch.float64)
     scale = keep if scheme.rescaled else 1.0
     random = np.random.default_rng([seed, first_round])
@@ -252,7 +252,7 @@ def production_excess(
             masks = cohort_masks(
                 seed=seed, round_=first_round + row, clients=clients, blocks=blocks.count, p=keep, sharing=sharing
             )
-        means[row] = masked_mean(case.updates, blocks, counts=case.counts, masks=masks, p=scale, statistics=False).mean
+        means[row] = masked_mean(case.updates, blocks, counts=case.counts, masks=masks, p=scale, statistics="none").mean
     return case.form(means - dense).numpy() / 2
 
 

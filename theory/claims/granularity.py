@@ -51,7 +51,7 @@ def terms_exhaustive(formula: Survives, context: Context) -> Outcome:
             found = 0.0
             for bits in itertools.product((False, True), repeat=blocks.count):
                 mask = np.array([bits])
-                step = masked_mean(update, blocks, masks=mask, p=p, statistics=False).mean.numpy()
+                step = masked_mean(update, blocks, masks=mask, p=p, statistics="none").mean.numpy()
                 found += p ** sum(bits) * (1 - p) ** (len(bits) - sum(bits)) * float((step - u) @ h @ (step - u)) / 2
             kept = np.array([[formula(granularity, one, other) for other in PLACES] for one in PLACES])
             claimed = (1 - p) / (2 * p) * float(u @ (h * kept) @ u)

@@ -160,7 +160,7 @@ def _simulated(f: Federation, blocks: Blocks, start: Array, rounds: int, seed: i
             masks = cohort_masks(
                 seed=seed, round_=(first + row) * rounds + t, clients=range(len(counts)), blocks=blocks.count, p=f.p
             )
-            step = masked_mean(updates[row], blocks, counts=counts, masks=masks, p=f.p, statistics=False).mean
+            step = masked_mean(updates[row], blocks, counts=counts, masks=masks, p=f.p, statistics="none").mean
             thetas[row] -= step.numpy()
     return thetas
 

@@ -27,6 +27,8 @@ from fedmask.passes import (
     Statistics,
     add_to_stream,
     chunks,
+    fresh,
+    mean_type,
     one_pass,
     scaled,
     squared_norms,
@@ -65,6 +67,7 @@ def masked_mean(
     statistics_blocks: Blocks | None = None,
     statistics: Statistics = "gram",
     on_nonfinite: OnNonfinite = "error",
+    out: Tensor | None = None,
 ) -> Aggregate:
     """Masked weighted mean and statistics of a cohort, each update read once and none changed.
 
@@ -81,6 +84,8 @@ def masked_mean(
             that those without pairwise products need, in less time; with "none", dropped blocks are not even
             read, and NaN in them goes unseen.
         on_nonfinite: "error", or "skip" to leave the client out and reweight the rest.
+        out: where to write the mean, contiguous and of its type; a new vector if None. A server that keeps
+            one saves a model's size of fresh memory a round. After an error its values are undefined.
 
     Raises:
         NonFiniteUpdateError: naming client and block.
@@ -98,7 +103,9 @@ def masked_mean(
     if statistics_blocks is None:
         statistics_blocks = _statistics_blocks(blocks)
     check_statistics_blocks(statistics_blocks)
-    mean = MeanOf(blocks, masks, 1 / (n.sum() * scale))
+    if out is not None:
+        _check_out(out, updates)
+    mean = MeanOf(blocks, masks, 1 / (n.sum() * scale), out)
     found = one_pass(updates, statistics_blocks, n, statistics=statistics, mean=mean)
     assert found.mean is not None
     gram = None if found.gram is None else GramMatrices(found.gram, n, ids)
@@ -106,7 +113,7 @@ def masked_mean(
     if norms is not None:
         bad = _nonfinite(norms, statistics_blocks, ids)
     else:
-        bad = {} if bool(found.mean.isfinite().all()) else _nonfinite_kept(updates, blocks, ids, masks)
+        bad = {} if found.finite else _nonfinite_kept(updates, blocks, ids, masks)
     if not bad:
         return Aggregate(found.mean, gram, _sums(found, n) if gram is None else gram.sums())
     if on_nonfinite == "error":
@@ -124,6 +131,7 @@ def masked_mean(
         statistics_blocks=statistics_blocks,
         statistics=statistics,
         on_nonfinite=on_nonfinite,
+        out=out,
     )
     return Aggregate(rest.mean, rest.gram, rest.sums, tuple(sorted({*bad, *rest.skipped})))
 
@@ -211,7 +219,7 @@ class StreamingAggregator:
                 f"the weights of all {self._clients} clients are zero: their mean is undefined; the model is unchanged"
             )
         factors = 1 / (self._total * self._scale)
-        mean = torch.empty_like(self._masked)
+        mean = fresh(self._blocks.parameters, mean_type(self._type), self._masked.device)
         for chunk in chunks(self._masked[None], self._blocks):
             mean[chunk.start : chunk.stop] = scaled(chunk.values[0], chunk.place(self._blocks), factors)
         sums = CohortSums(
@@ -222,14 +230,16 @@ class StreamingAggregator:
             weighted_squared_norms=self._weighted_norms / self._total**2,
             squared_norm_of_weighted_sum=squared_norms(self._weighted, self._statistics_blocks) / self._total**2,
         )
-        return Aggregate(mean.to(self._type), None, sums, tuple(self._skipped))
+        return Aggregate(mean, None, sums, tuple(self._skipped))
 
     def _accumulate(self, flat: Tensor, count: float, mask: Bool[np.ndarray, " blocks"] | None) -> None:
         if self._weighted is None or self._plain is None or self._masked is None:
-            self._weighted = torch.zeros(self._blocks.parameters, dtype=torch.float64, device=flat.device)
-            self._plain, self._masked = torch.zeros_like(self._weighted), self._weighted
+            self._weighted, self._plain = (
+                fresh(self._blocks.parameters, torch.float64, flat.device).zero_() for _ in range(2)
+            )
+            self._masked = self._weighted
         if mask is not None and self._masked is self._weighted:
-            self._masked = self._weighted.clone()
+            self._masked = fresh(self._blocks.parameters, torch.float64, flat.device).copy_(self._weighted)
         masked = None if self._masked is self._weighted else self._masked
         add_to_stream(flat, count, self._blocks, mask, self._plain, self._weighted, masked)
 
@@ -284,6 +294,15 @@ def _nonfinite_kept(
         for k in np.flatnonzero(wrong.any(axis=1)):
             bad.setdefault(ids[k], blocks.block_name(first + int(np.argmax(wrong[k]))))
     return bad
+
+
+def _check_out(out: Tensor, updates: Tensor) -> None:
+    wanted = (updates.shape[1],), mean_type(updates.dtype), updates.device
+    if (tuple(out.shape), out.dtype, out.device) != wanted or not out.is_contiguous():
+        raise FedmaskError(
+            f"out has shape {tuple(out.shape)}, type {out.dtype} and is on {out.device}; "
+            f"the mean is contiguous with shape {wanted[0]}, type {wanted[1]} and on {wanted[2]}"
+        )
 
 
 def _check_choice(name: str, given: str, choices: object) -> None:

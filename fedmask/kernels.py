@@ -26,6 +26,7 @@ __all__ = [
     "square_pass",
     "stream_pass",
     "sums_pass",
+    "widen",
 ]
 
 GROUP = 5
@@ -161,6 +162,14 @@ def _add(x, n, w, m):
 
 
 @_compiled({"contract"})
+def _add_twice(x, n, w, plain, weighted):
+    for j in range(n):
+        value = np.float64(x[j])
+        plain[j] += value
+        weighted[j] += w * value
+
+
+@_compiled({"contract"})
 def _add_four(a, b, c, d, n, wa, wb, wc, wd, m):
     for j in range(n):
         m[j] = (((m[j] + wa * np.float64(a[j])) + wb * np.float64(b[j])) + wc * np.float64(c[j])) + wd * np.float64(
@@ -206,26 +215,35 @@ def _kept_weights(block, clients, w, masks, masking, kept):
         kept[k] = w[k] if masking == NO_MASK or (masking == PER_BLOCK and masks[k, block]) else 0.0
 
 
-@_compiled({"contract"})
+@_compiled(_REORDER)
 def _write(m, at, n, block, factors, masking, out):
-    """The mean's columns, scaled by 1/(p_b Σn)."""
+    """The mean's columns, scaled by 1/(p_b Σn); returns their sum, which is finite only if all are."""
+    total, here = 0.0, out[at : at + n]
     if masking == PER_ELEMENT and factors.size > 1:
+        by_element = factors[at : at + n]
         for j in range(n):
-            out[at + j] = m[j] * factors[at + j]
+            here[j] = m[j] * by_element[j]
+            total += m[j]
     else:
         factor = factors[block] if factors.size > 1 else factors[0]
         for j in range(n):
-            out[at + j] = m[j] * factor
+            here[j] = m[j] * factor
+            total += m[j]
+    return total
 
 
 @_compiled({"contract"})
 def mean_pass(u, base, segments, longest, w, masks, masking, factors, out):
-    """The masked mean alone. Column c of the flat vector is column c − base of u, in every pass."""
-    m, chosen = np.empty(longest), np.empty(u.shape[0], np.int64)
+    """The masked mean alone, and a sum that is finite only if every value is.
+
+    Column c of the flat vector is column c − base of u, in every pass.
+    """
+    m, chosen, total = np.empty(longest), np.empty(u.shape[0], np.int64), 0.0
     for i in range(segments.shape[0]):
         at, n, block = segments[i, 0], segments[i, 1], segments[i, 2]
         _mean_of_kept(u, at - base, at, n, block, w, masks, masking, chosen, m)
-        _write(m, at, n, block, factors, masking, out)
+        total += _write(m, at, n, block, factors, masking, out)
+    return total
 
 
 @_compiled({"contract"})
@@ -286,12 +304,18 @@ def stream_pass(x, base, segments, count, mask, masking, plain, weighted, masked
     for i in range(segments.shape[0]):
         at, n = segments[i, 0], segments[i, 1]
         lo = at - base
-        for j in range(n):
-            value = np.float64(x[lo + j])
-            plain[at + j] += value
-            weighted[at + j] += count * value
+        _add_twice(x[lo : lo + n], n, count, plain[at : at + n], weighted[at : at + n])
         if masked.size:
             if masking == PER_ELEMENT:
                 _add_selected(x[lo : lo + n], mask[at : at + n], n, count, masked[at : at + n])
             elif masking == NO_MASK or mask[segments[i, 2]]:
                 _add(x[lo : lo + n], n, count, masked[at : at + n])
+
+
+@_compiled({"contract"})
+def widen(halves, lo, n, words):
+    """The bits of float32 values from those of bfloat16 ones, at the start of each row of ``words``."""
+    for k in range(halves.shape[0]):
+        row, target = halves[k, lo : lo + n], words[k, :n]
+        for j in range(n):
+            target[j] = np.uint32(row[j]) << np.uint32(16)

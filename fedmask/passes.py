@@ -6,6 +6,7 @@ are float64. The result doesn't depend on the number of threads.
 """
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ Masks: TypeAlias = Bool[np.ndarray, "clients blocks"]
 
 # Values of a segment, which stays in a core's own cache, and of a task, which one thread does without a break.
 _SEGMENT_VALUES, _SEGMENT_COLUMNS = 2**16, 1024
-_TASK_VALUES = 2**20
+_TASK_VALUES = 2**21
 # Values of one float64 chunk of the PyTorch way: 2 MB.
 _CHUNK_VALUES = 2**18
 
@@ -39,6 +40,7 @@ class Found:
 
     Attributes:
         mean: (d,), Σ_k n_k (m_k^(b)) Δ_k^(b) times the block's factor.
+        finite: without statistics, False if the mean is not finite.
         gram: (blocks, clients, clients), Gram matrices of the unmasked updates.
         squared_norms: (blocks, clients), ‖Δ_k^(b)‖².
         squared_norm_of_sum: (blocks,), ‖Σ_k Δ_k^(b)‖².
@@ -46,6 +48,7 @@ class Found:
     """
 
     mean: Float[Tensor, " parameters"] | None = None
+    finite: bool | None = None
     gram: Float64[np.ndarray, "blocks clients clients"] | None = None
     squared_norms: Float64[np.ndarray, "blocks clients"] | None = None
     squared_norm_of_sum: Float64[np.ndarray, " blocks"] | None = None
@@ -60,11 +63,13 @@ class MeanOf:
         blocks: what masks and factors are over.
         masks: True where a client keeps a block; None keeps everything.
         factors: one for all blocks or one a block: 1/(p_b Σn).
+        out: where to write it; a new vector if None.
     """
 
     blocks: Blocks
     masks: Masks | None
     factors: Float64[np.ndarray, " factors"]
+    out: Float[Tensor, " parameters"] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,17 @@ def mean_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def fresh(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, " size"]:
+    """A new vector of float32 or float64, its values undefined.
+
+    On the CPU NumPy makes it, which asks for large pages: the first touch of small ones can cost more than a
+    pass over the updates.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.empty(size, dtype=_numpy_type(dtype)))
+    return torch.empty(size, dtype=dtype, device=device)
+
+
 def squared_norms(vector: Float[Tensor, " parameters"], blocks: Blocks) -> Float64[np.ndarray, " blocks"]:
     """‖v^(b)‖² for every block of one vector."""
     kernels = compiled_kernels() if vector.device.type == "cpu" else None
@@ -158,7 +174,7 @@ def squared_norms(vector: Float[Tensor, " parameters"], blocks: Blocks) -> Float
         kernels.square_pass(values[0], task.base, task.segments, task.first, norms)
         return norms
 
-    for task, squares in _over_columns(vector[None], blocks, blocks, square):
+    for task, squares in _over_columns(kernels, vector[None], blocks, blocks, square):
         result[task.first : task.first + task.rows] += squares
     return result
 
@@ -192,7 +208,7 @@ def add_to_stream(
             values[0], task.base, task.segments, count, bits, masking, plain.numpy(), weighted.numpy(), third
         )
 
-    for _ in _over_columns(update[None], blocks, blocks.at("tensor"), add):
+    for _ in _over_columns(kernels, update[None], blocks, blocks.at("tensor"), add):
         pass
 
 
@@ -214,12 +230,12 @@ def _threaded_pass(
     masking, masks = _masking(kernels, mean.blocks if mean else cut, mean.masks if mean else None, axes=2)
     if mean is not None and mean.blocks.granularity == "element" and factors.size > 1 and mean.masks is None:
         masking, masks = kernels.PER_ELEMENT, np.ones((clients, factors.size), dtype=np.bool_)
-    out = np.empty(updates.shape[1] if mean else 0, dtype=_numpy_type(mean_type(updates.dtype)))
+    made = _target(updates, mean)
+    out = np.empty(0, dtype=_numpy_type(mean_type(updates.dtype))) if made is None else made.numpy()
     common = (w, masks, masking, factors, out)
 
     def mean_only(task: _Task, values: np.ndarray) -> tuple[np.ndarray, ...]:
-        kernels.mean_pass(values, task.base, task.segments, task.longest, *common)
-        return ()
+        return (np.asarray(kernels.mean_pass(values, task.base, task.segments, task.longest, *common)),)
 
     def gram_too(task: _Task, values: np.ndarray) -> tuple[np.ndarray, ...]:
         gram = np.zeros((task.rows, padded, padded))
@@ -238,17 +254,16 @@ def _threaded_pass(
     result: list[np.ndarray]
     match statistics:
         case "none":
-            work, result = mean_only, []
+            work, result = mean_only, [np.zeros(())]
         case "gram":
             work, result = gram_too, [np.zeros((cut.count, padded, padded))]
         case "sums":
             work, result = sums_too, [np.zeros((cut.count, padded)), np.zeros(cut.count), np.zeros(cut.count)]
-    for task, parts in _over_columns(updates, mean.blocks if mean else cut, cut, work):
+    for task, parts in _over_columns(kernels, updates, mean.blocks if mean else cut, cut, work):
         for whole, part in zip(result, parts, strict=True):
-            whole[task.first : task.first + task.rows] += part
-    made = torch.from_numpy(out) if mean else None
+            whole[... if part.ndim == 0 else slice(task.first, task.first + task.rows)] += part
     if statistics == "none":
-        return Found(made)
+        return Found(made, finite=bool(np.isfinite(result[0])))
     if statistics == "gram":
         upper = np.triu(result[0][:, :clients, :clients])
         return Found(made, gram=upper + np.triu(upper, 1).transpose(0, 2, 1))
@@ -271,6 +286,7 @@ def _masking(
 
 
 def _over_columns(
+    kernels: ModuleType,
     updates: Float[Tensor, "clients parameters"],
     blocks: Blocks,
     cut: Blocks,
@@ -282,14 +298,21 @@ def _over_columns(
     if not len(segments):
         return
     # A task's results are added to the whole: with many clients its columns must outnumber them.
+    direct = _as_numpy(updates)
     columns = max(_TASK_VALUES // clients, 64 * clients)
     ends = np.searchsorted(segments[:, 0], np.arange(columns, updates.shape[1], columns))
-    direct = _as_numpy(updates)
     pieces = [piece for piece in np.split(segments, ends) if len(piece)]
     tasks = [_Task(piece, 0 if direct is not None else int(piece[0, 0])) for piece in pieces]
+    room, source = threading.local(), updates.detach()
 
     def run(task: _Task) -> Outcome:
-        return work(task, _decoded(updates[:, task.start : task.stop]) if direct is None else direct)
+        if direct is not None:
+            return work(task, direct)
+        if not hasattr(room, "values"):
+            most = max(task.stop - task.start for task in tasks)
+            room.values = np.empty((clients, most), dtype=_numpy_type(mean_type(updates.dtype)))
+        _decode(kernels, source, task, room.values)
+        return work(task, room.values)
 
     threads = min(torch.get_num_threads(), len(tasks))
     if threads == 1:
@@ -322,16 +345,23 @@ def _segments(blocks: Blocks, cut: Blocks, longest: int) -> Int64[np.ndarray, "s
 
 def _as_numpy(updates: Float[Tensor, "clients parameters"]) -> np.ndarray | None:
     """The updates where the kernels can read them in place, else None."""
-    readable = updates.dtype in (torch.float32, torch.float64) and (updates.stride(1) == 1 or updates.shape[1] == 1)
+    readable = updates.dtype in (torch.float32, torch.float64) and updates.is_contiguous()
     return updates.detach().numpy() if readable else None
 
 
-def _decoded(updates: Float[Tensor, "clients parameters"]) -> np.ndarray:
-    """Some columns as contiguous float32 or float64, without PyTorch's own threads."""
-    updates = updates.detach()
+def _decode(kernels: ModuleType, updates: Float[Tensor, "clients parameters"], task: _Task, values: np.ndarray) -> None:
+    """A task's columns as float32 or float64, at the start of each row of ``values``."""
+    columns = task.stop - task.start
     if updates.dtype == torch.bfloat16:
-        return (updates.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(updates.numpy(), dtype=_numpy_type(mean_type(updates.dtype)))
+        kernels.widen(updates.view(torch.uint16).numpy(), task.start, columns, values.view(np.uint32))
+    else:
+        np.copyto(values[:, :columns], updates[:, task.start : task.stop].numpy())
+
+
+def _target(updates: Float[Tensor, "clients parameters"], mean: MeanOf | None) -> Float[Tensor, " parameters"] | None:
+    if mean is None or mean.out is not None:
+        return None if mean is None else mean.out
+    return fresh(updates.shape[1], mean_type(updates.dtype), updates.device)
 
 
 def _numpy_type(dtype: torch.dtype) -> type[np.floating]:
@@ -348,9 +378,7 @@ def chunked_pass(
 ) -> Found:
     """:func:`one_pass` in PyTorch, on any device; the twin of the compiled loops."""
     clients, device = len(updates), updates.device
-    out = None
-    if mean is not None:
-        out = torch.empty(updates.shape[1], dtype=mean_type(updates.dtype), device=device)
+    out = _target(updates, mean)
     gram = torch.zeros(cut.count, clients, clients, dtype=torch.float64, device=device)
     norms = torch.zeros(cut.count, clients, dtype=torch.float64, device=device)
     plain, weighted = torch.zeros(2, cut.count, dtype=torch.float64, device=device)
@@ -369,7 +397,7 @@ def chunked_pass(
             kept = _kept_sum(chunk.raw if statistics == "none" else chunk.values, place, weights, mean.masks)
             out[chunk.start : chunk.stop] = scaled(kept, place, mean.factors)
     if statistics == "none":
-        return Found(out)
+        return Found(out, finite=out is None or bool(out.isfinite().all()))
     if statistics == "gram":
         return Found(out, gram=((gram + gram.mT) / 2).cpu().numpy())
     return Found(

@@ -262,3 +262,15 @@ def test_streaming_statistics_of_a_thousand_clients_equal_the_batch_ones():
     streamed_sums, gram = stream.result().sums, masked_mean(updates, blocks, counts=range(1, 1001)).gram
     for statistic in (recovery_factor, lambda s: recovery_factor(s, weighted=True), signal, noise):
         assert statistic(streamed_sums).value == pytest.approx(statistic(gram).value, rel=1e-10)
+
+
+def test_the_mean_can_be_written_into_a_vector_that_is_kept():
+    blocks = Blocks.of({"w": torch.zeros(6)})
+    out = torch.full((6,), math.nan)
+    updates = torch.arange(12.0).view(2, 6)
+    outcome = masked_mean(updates, blocks, out=out)
+    assert outcome.mean is out
+    assert torch.equal(out, updates.mean(dim=0))
+    for wrong in (torch.zeros(5), torch.zeros(6, dtype=torch.float64), torch.zeros(12)[::2]):
+        with pytest.raises(FedmaskError, match=r"out has shape .* the mean is contiguous with shape \(6,\)"):
+            masked_mean(updates, blocks, out=wrong)

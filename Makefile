@@ -20,7 +20,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m pytest benchmarks -o addopts= -p no:cacheprovider
+	$(BIN)/python -m pytest benchmarks -o addopts= -p no:cacheprovider --write
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -1,8 +1,9 @@
 """One pass over a cohort's updates: masked mean, Gram matrices or sums, each value read once.
 
-Three ways, one outcome. On the CPU the loops of :mod:`fedmask.kernels`, threads over columns; without Numba, or
-on another device, PyTorch on cache-sized chunks, which is also the twin that tests hold the others to. All sums
-are float64. The result doesn't depend on the number of threads.
+Three ways, one outcome. On the CPU the loops of :mod:`fedmask.kernels`, threads over columns; on CUDA the kernel
+of :mod:`fedmask.triton_kernels`; where these are not installed or do not fit (element-wise masks or large cohorts
+on CUDA, another device), PyTorch on cache-sized chunks, which is also the twin that tests hold the others to. All
+sums are float64. The result doesn't depend on the number of threads.
 """
 
 import importlib
@@ -127,10 +128,13 @@ def one_pass(
         statistics: Gram matrices, sums, or nothing.
         mean: the mean to make, if one is wanted.
     """
-    kernels = compiled_kernels() if updates.device.type == "cpu" else None
-    if kernels is None:
-        return chunked_pass(updates, cut, weights, statistics=statistics, mean=mean)
-    return _threaded_pass(kernels, updates, cut, weights, statistics, mean)
+    if updates.device.type == "cpu" and (kernels := compiled_kernels()) is not None:
+        return _threaded_pass(kernels, updates, cut, weights, statistics, mean)
+    if updates.device.type == "cuda" and (kernels := triton_kernels()) is not None:
+        whole = mean is None or mean.blocks.granularity != "element"
+        if whole and len(updates) <= kernels.LARGEST_COHORT and updates.stride(1) == 1:
+            return triton_pass(kernels, updates, cut, weights, statistics, mean)
+    return chunked_pass(updates, cut, weights, statistics=statistics, mean=mean)
 
 
 @cache
@@ -138,6 +142,15 @@ def compiled_kernels() -> ModuleType | None:
     """The compiled loops, or None where Numba is not installed."""
     try:
         return importlib.import_module("fedmask.kernels")
+    except ImportError:
+        return None
+
+
+@cache
+def triton_kernels() -> ModuleType | None:
+    """The CUDA kernel, or None where Triton is not installed."""
+    try:
+        return importlib.import_module("fedmask.triton_kernels")
     except ImportError:
         return None
 
@@ -366,6 +379,48 @@ def _target(updates: Float[Tensor, "clients parameters"], mean: MeanOf | None) -
 
 def _numpy_type(dtype: torch.dtype) -> type[np.floating]:
     return np.float64 if dtype == torch.float64 else np.float32
+
+
+def triton_pass(
+    kernels: ModuleType,
+    updates: Float[Tensor, "clients parameters"],
+    cut: Blocks,
+    weights: Float64[np.ndarray, " clients"],
+    statistics: Statistics,
+    mean: MeanOf | None = None,
+) -> Found:
+    """:func:`one_pass` by the Triton kernel, on the updates' device; blocks no finer than rows."""
+    device = updates.device
+    masked = cut if mean is None else mean.blocks
+    segments = _segments(masked, cut, kernels.COLUMNS)
+    factors = np.ones(1) if mean is None else mean.factors
+    kept = np.zeros((1, len(updates))) if mean is None else weights[None]
+    if mean is not None and mean.masks is not None:
+        kept = np.where(mean.masks, weights[:, None], 0.0).T
+    elif factors.size > 1:
+        kept = np.repeat(kept, factors.size, axis=0)
+    places = segments[:, :3].copy()
+    if len(kept) == 1:
+        places[:, 2] = 0
+    made = _target(updates, mean)
+    on_device = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (places, kept, factors, weights))
+    parts, plain, weighted = kernels.launch(updates.detach(), *on_device, statistics, made)
+    if statistics == "none":
+        return Found(made, finite=made is None or bool(made.isfinite().all()))
+
+    def by_block(part: Tensor) -> np.ndarray:
+        whole = np.zeros((cut.count, *part.shape[1:]))
+        np.add.at(whole, segments[:, 3], part.cpu().numpy())
+        return whole
+
+    if statistics == "gram":
+        return Found(made, gram=by_block(parts))
+    return Found(
+        made,
+        squared_norms=by_block(parts),
+        squared_norm_of_sum=by_block(plain),
+        squared_norm_of_weighted_sum=by_block(weighted),
+    )
 
 
 def chunked_pass(

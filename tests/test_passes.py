@@ -1,5 +1,6 @@
 """The compiled one-pass loops against their twin in PyTorch, and the twin against plain float64 sums."""
 
+import os
 import subprocess
 import sys
 
@@ -145,3 +146,75 @@ def test_without_numba_everything_still_works():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "4.0 [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]"
+
+
+INTERPRETED = """
+import numpy as np, torch
+from fedmask import Blocks
+from fedmask.passes import MeanOf, chunked_pass, triton_kernels, triton_pass
+
+random = np.random.default_rng({seed})
+model = {{"a.w": torch.zeros(5, 130), "a.b": torch.zeros(()), "b.w": torch.zeros(4200), "b.b": torch.zeros(3)}}
+cases = (
+    (1, "tensor", "tensor", torch.float32, True, 1),
+    (2, "row", "tensor", torch.float32, True, 2),
+    (10, "layer", "row", torch.float64, False, 2),
+    (10, "tensor", "model", torch.bfloat16, True, 2),
+    (17, "model", "layer", torch.float32, False, 1),
+)
+for clients, granularity, cut, dtype, masked, factors in cases:
+    blocks, statistics_blocks = Blocks.of(model, granularity), Blocks.of(model, cut)
+    updates = torch.from_numpy(random.standard_normal((clients, blocks.parameters))).to(dtype)
+    counts = random.integers(1, 500, clients).astype(np.float64)
+    masks = random.random((clients, blocks.count)) < 0.5 if masked else None
+    mean = MeanOf(blocks, masks, random.uniform(1, 2, 1 if factors == 1 else blocks.count) / counts.sum())
+    for statistics in ("gram", "sums", "none"):
+        ours = triton_pass(triton_kernels(), updates, statistics_blocks, counts, statistics, mean)
+        twin = chunked_pass(updates, statistics_blocks, counts, statistics=statistics, mean=mean)
+        torch.testing.assert_close(ours.mean, twin.mean, rtol=2**-22, atol=1e-12)
+        for name in ("gram", "squared_norms", "squared_norm_of_sum", "squared_norm_of_weighted_sum"):
+            a, b = getattr(ours, name), getattr(twin, name)
+            assert (a is None) == (b is None), name
+            if a is not None:
+                np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-9)
+alone = triton_pass(triton_kernels(), updates, statistics_blocks, counts, "gram")
+assert alone.mean is None and alone.gram.shape == (statistics_blocks.count, clients, clients)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_the_cuda_kernel_under_tritons_interpreter_equals_its_twin():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = INTERPRETED.format(seed=0)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statistics", [0, 1, 2])
+def test_the_cuda_kernel_compiles_for_a_gpu_that_is_not_here(statistics):
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fedmask.triton_kernels import TILE, one_pass_kernel
+
+    doubles = ("weights", "factors", "counts", "gram", "plain_norms", "weighted_norms")
+    constants = {"one_factor": True, "with_mean": True, "statistics": statistics, "rows": 16, "tile": TILE}
+    signature = {
+        "updates": "*fp32",
+        "row_stride": "i64",
+        "segments": "*i64",
+        "mean": "*fp32",
+        "clients": "i32",
+        **dict.fromkeys(doubles, "*fp64"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    ordered = {name: signature[name] for name in one_pass_kernel.arg_names}
+    source = ASTSource(fn=one_pass_kernel, signature=ordered, constexprs=constants)
+    assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ".target sm_90" in assembly
+    assert ("mma.sync" in assembly) == (statistics == 2)  # float64 products on the tensor cores

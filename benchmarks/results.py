@@ -80,7 +80,7 @@ def _section(content: Mapping[str, Any]) -> str:
     made = content["provenance"]
     lines = [
         f"\n## {content['part'][0].upper()}{content['part'][1:]}\n",
-        f"{content['machine']}. PyTorch {made['torch']}, fedmask at commit {str(made['commit'])[:9]}.\n",
+        f"{content['machine']}. PyTorch {made['versions']['torch']}, fedmask at commit {str(made['commit'])[:9]}.\n",
         _line(content["columns"]),
         _line(["---", *["---:"] * (len(content["columns"]) - 1)]),
         *[_line(row) for row in content["rows"]],

@@ -92,22 +92,26 @@ def _dot(start, w, x):
 def _within(u, k, lo, n, w, m, g):
     """Inner products among five clients, and their part of the weighted sum m."""
     rows, weights = _rows(u, k, lo, n), _five(w, k)
-    zero = (0.0, 0.0, 0.0, 0.0, 0.0)
-    r0 = r1 = r2 = r3 = r4 = zero
+    r0, r1 = (0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)
+    r2, r3, r4 = (0.0, 0.0, 0.0), (0.0, 0.0), 0.0
     for j in range(n):
         x = _at(rows, j)
+        a, b, c, d, e = x
         m[j] = _dot(m[j], weights, x)
-        r0 = _plus(r0, _times(x[0], x))
-        r1 = _plus(r1, _times(x[1], x))
-        r2 = _plus(r2, _times(x[2], x))
-        r3 = _plus(r3, _times(x[3], x))
-        r4 = _plus(r4, _times(x[4], x))
+        r0 = r0[0] + a * a, r0[1] + a * b, r0[2] + a * c, r0[3] + a * d, r0[4] + a * e
+        r1 = r1[0] + b * b, r1[1] + b * c, r1[2] + b * d, r1[3] + b * e
+        r2 = r2[0] + c * c, r2[1] + c * d, r2[2] + c * e
+        r3 = r3[0] + d * d, r3[1] + d * e
+        r4 += e * e
     for i in range(GROUP):
         g[k, k + i] += r0[i]
-        g[k + 1, k + i] += r1[i]
-        g[k + 2, k + i] += r2[i]
-        g[k + 3, k + i] += r3[i]
-        g[k + 4, k + i] += r4[i]
+    for i in range(GROUP - 1):
+        g[k + 1, k + 1 + i] += r1[i]
+    for i in range(GROUP - 2):
+        g[k + 2, k + 2 + i] += r2[i]
+    for i in range(GROUP - 3):
+        g[k + 3, k + 3 + i] += r3[i]
+    g[k + 4, k + 4] += r4
 
 
 @_compiled(_REORDER)
@@ -170,11 +174,16 @@ def _add_twice(x, n, w, plain, weighted):
 
 
 @_compiled({"contract"})
-def _add_four(a, b, c, d, n, wa, wb, wc, wd, m):
+def _add_two(rows, n, w, m):
+    a, b = rows
     for j in range(n):
-        m[j] = (((m[j] + wa * np.float64(a[j])) + wb * np.float64(b[j])) + wc * np.float64(c[j])) + wd * np.float64(
-            d[j]
-        )
+        m[j] = (m[j] + w[0] * np.float64(a[j])) + w[1] * np.float64(b[j])
+
+
+@_compiled({"contract"})
+def _add_five(rows, n, w, m):
+    for j in range(n):
+        m[j] = _dot(m[j], w, _at(rows, j))
 
 
 @_compiled({"contract"})
@@ -198,14 +207,17 @@ def _mean_of_kept(u, lo, at, n, block, w, masks, masking, chosen, m):
             chosen[count] = k
             count += 1
     i = 0
-    while i + 4 <= count:
-        a, b, c, d = chosen[i], chosen[i + 1], chosen[i + 2], chosen[i + 3]
-        _add_four(
-            u[a, lo : lo + n], u[b, lo : lo + n], u[c, lo : lo + n], u[d, lo : lo + n], n, w[a], w[b], w[c], w[d], m
-        )
-        i += 4
-    for rest in range(i, count):
-        _add(u[chosen[rest], lo : lo + n], n, w[chosen[rest]], m)
+    while i + 5 <= count:
+        a, b, c, d, e = _five(chosen, i)
+        rows = (u[a, lo : lo + n], u[b, lo : lo + n], u[c, lo : lo + n], u[d, lo : lo + n], u[e, lo : lo + n])
+        _add_five(rows, n, (w[a], w[b], w[c], w[d], w[e]), m)
+        i += 5
+    while i + 2 <= count:
+        a, b = chosen[i], chosen[i + 1]
+        _add_two((u[a, lo : lo + n], u[b, lo : lo + n]), n, (w[a], w[b]), m)
+        i += 2
+    if i < count:
+        _add(u[chosen[i], lo : lo + n], n, w[chosen[i]], m)
 
 
 @_compiled({"contract"})

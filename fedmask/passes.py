@@ -29,8 +29,8 @@ Outcome = TypeVar("Outcome")
 Masks: TypeAlias = Bool[np.ndarray, "clients blocks"]
 
 # Values of a segment, which stays in a core's own cache, and of a task, which one thread does without a break.
-_SEGMENT_VALUES, _SEGMENT_COLUMNS = 2**16, 1024
-_TASK_VALUES = 2**21
+_SEGMENT_VALUES, _SEGMENT_COLUMNS = 2**16, 4096
+_TASK_VALUES = 2**22
 # Values of one float64 chunk of the PyTorch way: 2 MB.
 _CHUNK_VALUES = 2**18
 

@@ -6,7 +6,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: reproduce test check bench clean
+.PHONY: reproduce test check bench bench-peers clean
 
 reproduce: $(VENV)/.installed
 	$(BIN)/python -m validation run quick
@@ -21,6 +21,17 @@ check: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pytest benchmarks -o addopts= -p no:cacheprovider --write
+
+# Beside Flower's simulation and pfl, each in an environment of its own.
+PEERS := build/peers
+bench-peers: $(VENV)/.installed $(PEERS)/flower/.installed $(PEERS)/pfl/.installed
+	$(BIN)/python -m benchmarks.peers --fedmask $(BIN)/python \
+		--flower $(PEERS)/flower/bin/python --pfl $(PEERS)/pfl/bin/python
+
+$(PEERS)/%/.installed:
+	$(PYTHON) -m venv $(PEERS)/$*
+	$(PEERS)/$*/bin/pip install $(if $(filter flower,$*),'flwr[simulation]',$*) torch torchvision
+	touch $@
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -40,9 +40,8 @@ class Case:
 
     def plain_per_tensor(self):
         for piece in self.blocks.pieces:
-            torch.matmul(
-                self.weights, self.updates[:, piece.start : piece.stop], out=self.out[piece.start : piece.stop]
-            )
+            columns = slice(piece.start, piece.stop)
+            torch.matmul(self.weights[None], self.updates[:, columns], out=self.out[None, columns])
 
     def stream(self):
         aggregator = StreamingAggregator(self.blocks, p=0.5)

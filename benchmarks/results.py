@@ -14,7 +14,16 @@ from fedmask.federated.provenance import provenance
 from fedmask.files import to_json, write_atomic
 
 HERE = Path(__file__).parent
-PARTS = ("hot path", "scale in clients", "scale in parameters", "masks and partitions", "round", "cuda", "peers")
+PARTS = (
+    "hot path",
+    "scale in clients",
+    "scale in parameters",
+    "masks and partitions",
+    "round",
+    "precision",
+    "cuda",
+    "peers",
+)
 INTRODUCTION = """# Benchmarks
 
 Written by `make bench` and `make bench-peers`; nothing in it is typed by hand, and no test passes or fails by a time.

@@ -5,6 +5,7 @@ process with one thread, as a worker does it. The bare steps are the same images
 same batches: forward, loss, backward, step, and nothing else.
 """
 
+import dataclasses
 import statistics
 import time
 
@@ -106,6 +107,33 @@ def profile(config, data, partition, bare) -> str:
     return f"batch {config.batch_size}, of the bare steps' time: {listed}"
 
 
+@pytest.mark.parametrize("stem", ["cifar", "torchvision"])
+@pytest.mark.parametrize("batch_size", [32, 128])
+def test_precision(data, stem, batch_size):
+    """One client's epoch over 256 images with products in float32 and in bfloat16."""
+    config = RunConfig(clients=1, cohort=1, batch_size=batch_size, stem=stem)
+    partition = dirichlet_partition(data.train_labels, 1, 100.0, 0)
+    shard = np.arange(256)
+    trainers = [
+        Trainer(dataclasses.replace(config, precision=precision), data, partition, None)
+        for precision in ("float32", "bfloat16")
+    ]
+    update = torch.empty_like(trainers[0].weights)
+    buffers = trainers[0].buffers()
+
+    def epoch(trainer):
+        return seconds(lambda: trainer.train(0, 0, trainer.weights, buffers, update, shard=shard))
+
+    with one_thread():
+        times = [[epoch(trainer) for trainer in trainers] for _ in range(REPEATS)][1:]
+    exact, rounded = zip(*times, strict=True)
+    rates = [f"{len(shard) / statistics.median(found):.0f}" for found in (exact, rounded)]
+    PRECISIONS.append([f"{stem} stem, batch {batch_size}", *rates, Ratio(exact, rounded).text()])
+
+
+PRECISIONS: list[list[str]] = []
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _report(report):
     yield
@@ -115,4 +143,9 @@ def _report(report):
         ["ten clients × 500 images, one thread", "s a round", "s bare steps", "round ÷ bare steps"],
         FOUND,
         notes,
+    )
+    report(
+        "precision",
+        ["one client's epoch, one thread", "float32, images a second", "bfloat16", "times as fast"],
+        PRECISIONS,
     )

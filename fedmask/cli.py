@@ -16,7 +16,7 @@ from fedmask.blocks import Granularity
 from fedmask.display import RunDisplay, number, percent, rounds_table, run_app
 from fedmask.errors import FedmaskError
 from fedmask.federated import RunConfig, load_data, simulate
-from fedmask.federated.config import Control, Mask
+from fedmask.federated.config import Control, Mask, Precision
 from fedmask.federated.workers import default_workers
 from fedmask.randomness import fresh_seed
 
@@ -101,6 +101,12 @@ def simulate_command(
     learning_rate: Annotated[float, _training(help="Of local SGD.")] = 0.01,
     momentum: Annotated[float, _training(help="Of local SGD.")] = 0.0,
     weight_decay: Annotated[float, _training(help="Of local SGD.")] = 0.0,
+    precision: Annotated[
+        Precision,
+        _training(
+            help="bfloat16 multiplies under autocast; weights and updates stay float32. Faster or slower: benchmarks/RESULTS.md."
+        ),
+    ] = "float32",
     chunk_size: Annotated[
         int,
         _training(help="Samples at a time in a full-batch gradient; bounds memory."),
@@ -169,6 +175,7 @@ def simulate_command(
         learning_rate=learning_rate,
         momentum=momentum,
         weight_decay=weight_decay,
+        precision=precision,
         chunk_size=chunk_size,
         model=named_model,
         stem=stem,

@@ -57,6 +57,17 @@ def test_a_full_batch_gradient_does_not_depend_on_its_chunks():
     assert torch.linalg.vector_norm(whole - chunked) <= 1e-5 * torch.linalg.vector_norm(whole)
 
 
+def test_bfloat16_rounds_products_and_keeps_weights_updates_and_losses_in_float32():
+    exact = update_of(CONFIG)
+    rounded = update_of(dataclasses.replace(CONFIG, precision="bfloat16"))
+    assert rounded[2].dtype == torch.float32
+    difference = torch.linalg.vector_norm(exact[2] - rounded[2]) / torch.linalg.vector_norm(exact[2])
+    assert 1e-4 < difference < 0.1
+    assert rounded[3].loss == pytest.approx(exact[3].loss, rel=0.01)
+    again = update_of(dataclasses.replace(CONFIG, precision="bfloat16"))
+    assert torch.equal(again[2], rounded[2])
+
+
 def test_minibatch_training_is_sgd_written_out_with_momentum_and_weight_decay():
     config = dataclasses.replace(CONFIG, batch_size=32, local_epochs=2, momentum=0.9, weight_decay=0.01)
     one, weights, update, report = update_of(config)

@@ -64,6 +64,7 @@ class Record:
         mask = "" if c.mask == "none" else f", {c.mask} masks p = {c.p:g}"
         rest = f", momentum {c.momentum:g}" if c.momentum else ""
         rest += f", weight decay {c.weight_decay:g}" if c.weight_decay else ""
+        rest += f", {c.precision}" if c.precision != "float32" else ""
         rest += f", control {c.control}" if c.control != "none" else ""
         stem = f", {c.stem} stem" if c.model == "resnet18" else ""
         return (

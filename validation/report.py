@@ -32,6 +32,7 @@ INFERRED = (
     ("groups of GroupNorm", lambda c: str(c.groups)),
     ("momentum", lambda c: f"{c.momentum:g}"),
     ("weight decay", lambda c: f"{c.weight_decay:g}"),
+    ("precision", lambda c: c.precision),
     ("augmentation", lambda c: "none"),
     ("learning-rate schedule", lambda c: "constant"),
     ("gradient clipping", lambda c: "none"),

@@ -10,10 +10,11 @@ from fedmask.blocks import Granularity
 from fedmask.errors import FedmaskError
 from fedmask.masks import Correlated, Independent, Sharing, Synchronized, keep_probabilities
 
-__all__ = ["BatchSize", "Control", "Mask", "RunConfig"]
+__all__ = ["BatchSize", "Control", "Mask", "Precision", "RunConfig"]
 
 Mask: TypeAlias = Literal["none", "independent", "synchronized", "correlated"]
 Control: TypeAlias = Literal["none", "identical-clients"]
+Precision: TypeAlias = Literal["float32", "bfloat16"]
 BatchSize: TypeAlias = int | Literal["full"]
 
 
@@ -28,6 +29,7 @@ class RunConfig:
         batch_size: b, or "full" for one gradient step over the whole shard per epoch.
         local_epochs: τ; local_steps: gradient steps instead of epochs, if not None.
         momentum, weight_decay: of local SGD. Not stated in the paper: inferred to be 0.
+        precision: "bfloat16" multiplies in bfloat16 under autocast; weights, gradients and updates stay float32.
         chunk_size: samples at a time when a full-batch gradient is accumulated; bounds memory.
         model: "resnet18", "cnn", or a name for a model of your own that is passed to ``simulate``.
         stem, groups: see :func:`fedmask.federated.models.resnet18`; inferred.
@@ -54,6 +56,7 @@ class RunConfig:
     learning_rate: float = 0.01
     momentum: float = 0.0
     weight_decay: float = 0.0
+    precision: Precision = "float32"
     chunk_size: int = 250
     model: str = "resnet18"
     stem: str = "cifar"
@@ -95,6 +98,7 @@ class RunConfig:
             ("mask", Mask),
             ("granularity", Granularity),
             ("control", Control),
+            ("precision", Precision),
             ("on_nonfinite", OnNonfinite),
         ):
             if getattr(self, name) not in get_args(choices):

@@ -151,7 +151,7 @@ class Trainer:
         images, labels = self._test
         size = self._config.evaluation_batch
         where = slice(part * size, (part + 1) * size)
-        scores = self._model(self._normalized(images[where]))
+        scores = self._scores(images[where])
         wanted = labels[where].to(self._device)
         loss = cross_entropy(scores, wanted, reduction="none").double().sum()
         return float(loss), int((scores.argmax(dim=1) == wanted).sum())
@@ -173,11 +173,19 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for start in range(0, len(indices), size):
             chosen = torch.from_numpy(indices[start : start + size])
-            scores = self._model(self._normalized(images[chosen.to(images.device)]))
+            scores = self._scores(images[chosen.to(images.device)])
             loss = cross_entropy(scores, labels[chosen.to(labels.device)], reduction="sum")
             (loss / len(indices)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
+
+    def _scores(self, images: Tensor) -> Float[Tensor, "batch classes"]:
+        inputs = self._normalized(images)
+        if self._config.precision == "float32":
+            return self._model(inputs)  # type: ignore[no-any-return]
+        with torch.autocast(self._device.type, torch.bfloat16):
+            scores: Tensor = self._model(inputs)
+        return scores.float()
 
     def _normalized(self, images: Tensor) -> Float32[Tensor, "batch channels height width"]:
         return (images.to(self._device).float() - self._mean) / self._std

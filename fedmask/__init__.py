@@ -9,6 +9,15 @@ The library in three lines, given client updates Δ_k = θ − θ_k as rows of o
 
 from fedmask.aggregate import Aggregate, StreamingAggregator, masked_mean
 from fedmask.blocks import Blocks, Granularity
+from fedmask.curvature import (
+    CurvatureGram,
+    Objective,
+    curvature_gram,
+    independent_penalty,
+    interval_over_draws,
+    penalty,
+    shared_penalty,
+)
 from fedmask.errors import BlockError, DataError, FedmaskError, NonFiniteUpdateError, RunDirectoryError
 from fedmask.gram import CohortSums, GramMatrices, gram_matrices
 from fedmask.masks import (
@@ -47,6 +56,7 @@ __all__ = [
     "Blocks",
     "CohortSums",
     "Correlated",
+    "CurvatureGram",
     "DataError",
     "FedmaskError",
     "GramMatrices",
@@ -55,6 +65,7 @@ __all__ = [
     "Independent",
     "Interval",
     "NonFiniteUpdateError",
+    "Objective",
     "RunDirectoryError",
     "Sharing",
     "Statistic",
@@ -64,18 +75,23 @@ __all__ = [
     "cohort_masks",
     "correlation_for_recovery",
     "cosines",
+    "curvature_gram",
     "effective_cohort_size",
     "fedexp_step",
     "fixed_size_mask",
     "gradient_diversity",
     "gram_matrices",
+    "independent_penalty",
+    "interval_over_draws",
     "masked_mean",
     "noise",
     "noise_interval",
     "noise_scale",
+    "penalty",
     "recovery_factor",
     "recovery_factor_interval",
     "recovery_factor_per_block",
+    "shared_penalty",
     "signal",
     "signal_interval",
 ]

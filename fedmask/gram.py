@@ -51,11 +51,13 @@ class GramMatrices:
         values: float64, (blocks, clients, clients), symmetric.
         counts: n_k, the sample counts that weight the server's mean.
         clients: the clients' ids, in the order of rows.
+        definite: whether the inner product is positive semidefinite, so that what is below zero is rounding.
     """
 
     values: Float64[np.ndarray, "blocks clients clients"]
     counts: Float64[np.ndarray, " clients"]
     clients: tuple[int, ...]
+    definite: bool = True
 
     @property
     def total(self) -> Float64[np.ndarray, "clients clients"]:
@@ -66,14 +68,15 @@ class GramMatrices:
         """The sums per block that statistics without pairwise products need."""
         a = self.counts / self.counts.sum()
         norms = np.einsum("bkk->bk", self.values)
-        # A squared norm is never negative; its rounding can be, where updates cancel.
+        # Then a squared norm is never negative; its rounding can be, where updates cancel.
+        least = 0.0 if self.definite else -np.inf
         return CohortSums(
             clients=len(self.clients),
             effective_clients=float(1 / np.sum(a**2)),
             squared_norms=norms.sum(axis=1),
-            squared_norm_of_sum=np.maximum(self.values.sum(axis=(1, 2)), 0.0),
+            squared_norm_of_sum=np.maximum(self.values.sum(axis=(1, 2)), least),
             weighted_squared_norms=norms @ a**2,
-            squared_norm_of_weighted_sum=np.maximum(np.einsum("k,bkl,l->b", a, self.values, a), 0.0),
+            squared_norm_of_weighted_sum=np.maximum(np.einsum("k,bkl,l->b", a, self.values, a), least),
         )
 
     def subcohort(self, clients: Sequence[int]) -> "GramMatrices":
@@ -86,7 +89,7 @@ class GramMatrices:
             raise FedmaskError(f"client {unknown[0]} is not of this cohort; it has {list(self.clients)}")
         rows = [self.clients.index(client) for client in clients]
         counts = check_counts(self.counts[rows].tolist(), clients)
-        return GramMatrices(self.values[:, rows][:, :, rows], counts, tuple(clients))
+        return GramMatrices(self.values[:, rows][:, :, rows], counts, tuple(clients), self.definite)
 
 
 def gram_matrices(

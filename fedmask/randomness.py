@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     INITIAL_WEIGHTS = 19
     TRAINING = 20
     POOLED_SHARDS = 21
+    CURVATURE_SIGNS = 32
 
 
 def words(

@@ -81,7 +81,7 @@ def recovery_factor(cohort: Cohort, *, weighted: bool = False) -> Statistic:
 def recovery_factor_per_block(cohort: Cohort, *, weighted: bool = False) -> Float64[np.ndarray, " blocks"]:
     """The recovery factor of each block alone; NaN (null in JSON) where every update is zero in the block."""
     top, bottom = _ratio_parts(_sums(cohort), weighted)
-    return np.asarray(np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0))
+    return np.asarray(np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom != 0))
 
 
 def correlation_for_recovery(cohort: Cohort, wanted: float, *, weighted: bool = False) -> float:

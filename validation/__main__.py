@@ -17,6 +17,7 @@ from validation.attribution import attribute as measure_parts
 from validation.attribution import batch_sizes as measure_batch_sizes
 from validation.attribution import data_of, load_measurements, open_state, write_measurement
 from validation.compare import comparisons
+from validation.curvature import measure_curvature
 from validation.protocol import Protocol, load_protocol, protocol_names
 from validation.records import load_records, record_runs, unfinished
 from validation.run import cliff, plan, plan_table, run_protocol, summary_table
@@ -24,6 +25,7 @@ from validation.tables import (
     batch_table,
     comparison_json,
     comparison_tables,
+    curvature_tables,
     markdown,
     measured_markdown,
     parts_table,
@@ -176,6 +178,36 @@ def attribute(
                 found = measure_batch_sizes(state, wanted, progress=progress)
         path = write_measurement(found, to or run.parent / "attribution")
         _console().print((parts_table if wanted is None else batch_table)([found]))
+        typer.echo(path)
+
+
+@app.command()
+def curvature(
+    run: Annotated[Path, typer.Argument(help="The directory of one run, with checkpoints.")],
+    rounds: Annotated[str, typer.Option(help="After which rounds, separated by commas; 0: the initial weights.")] = "0",
+    images: Annotated[int, typer.Option(help="Training images that stand for the global loss.")] = 1000,
+    draws: Annotated[int, typer.Option(help="Random block signs a curvature; each costs a product per client.")] = 4,
+    pairs: Annotated[int, typer.Option(help="Pairs of complementary masks for the excess loss.")] = 16,
+    data: Data = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute.")] = "the run's",
+    to: Annotated[
+        Path | None, typer.Option(help="Where the JSON files go; default: attribution beside the run.")
+    ] = None,
+) -> None:
+    """Measure 1/Δ_S in the Hessian's and the Gauss-Newton matrix's norm, and where the expansion holds.
+
+    On the real network: the exact R_shr/R_ind beside the Euclidean factor, the blocks that carry the penalty, and
+    the loss that masks really cost beside R_ind and R_shr, for the updates and for smaller multiples of them.
+    """
+    after = _numbers("--rounds", rounds)
+    given = load_data(data or data_of(run))
+    for round_ in after:
+        state = open_state(run, round_, given, device=None if device == "the run's" else device)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            found = measure_curvature(state, images=images, draws=draws, pairs=pairs, progress=progress)
+        path = write_measurement(found, to or run.parent / "attribution")
+        for table in curvature_tables([found]):
+            _console().print(table)
         typer.echo(path)
 
 

@@ -49,6 +49,8 @@ __all__ = [
     "load_measurements",
     "noise_parts",
     "open_state",
+    "tracked",
+    "where",
     "write_measurement",
 ]
 
@@ -215,7 +217,7 @@ def attribute(state: State, *, progress: Progress | None = None) -> dict[str, An
     cohort, d = state.cohort, len(state.weights)
     updates = torch.empty(TRAININGS * len(cohort), d, dtype=state.weights.dtype, device=state.weights.device)
     jobs = [(kind, row, client) for kind in range(TRAININGS) for row, client in enumerate(cohort)]
-    for kind, row, client in _tracked(jobs, progress, "five trainings of every client"):
+    for kind, row, client in tracked(jobs, progress, "five trainings of every client"):
         shard = None
         if kind == 4:
             shard = _same_classes(state, client)
@@ -239,7 +241,7 @@ def attribute(state: State, *, progress: Progress | None = None) -> dict[str, An
     found = noise_parts(gram)
     return {
         "kind": "attribution",
-        **_where(state),
+        **where(state),
         "clients": len(cohort),
         "noise": found.noise,
         "signal": found.signal,
@@ -287,7 +289,7 @@ def batch_sizes(
     traces = np.array(
         [
             state.trainer.gradient_variance(client, state.weights, state.buffers)
-            for client in _tracked(cohort, progress, "per-sample gradients")
+            for client in tracked(cohort, progress, "per-sample gradients")
         ]
     )
     points = []
@@ -295,7 +297,7 @@ def batch_sizes(
         variance = float(np.mean(traces / size * np.clip(1 - size / shards, 0, None))) * rate**2
         stepping = state.with_config(batch_size=size, local_steps=1)
         moments = np.array(
-            [_moments(stepping, cohort, repeat) for repeat in _tracked(range(repeats), progress, f"batch {size}")]
+            [_moments(stepping, cohort, repeat) for repeat in tracked(range(repeats), progress, f"batch {size}")]
         )
         points.append(
             {
@@ -306,7 +308,7 @@ def batch_sizes(
         )
     return {
         "kind": "batch sizes",
-        **_where(state),
+        **where(state),
         "clients": len(cohort),
         "repeats": repeats,
         "full_batch": _noise_and_factor(a_full, b_full, len(cohort)),
@@ -344,7 +346,8 @@ def _measured(moments: Float64[np.ndarray, "repeats 2"], clients: int) -> dict[s
 # Files.
 
 
-def _where(state: State) -> dict[str, Any]:
+def where(state: State) -> dict[str, Any]:
+    """Cell, configuration, data, round and provenance of a measurement."""
     start = provenance(state.config.device)
     kept = ("started", "commit", "python", "versions", "platform", "machine", "device")
     return {
@@ -382,7 +385,8 @@ def load_measurements(directories: Sequence[Path], kind: str) -> list[dict[str, 
     return sorted(found, key=lambda one: (one["cell"], one["after_round"]))
 
 
-def _tracked(jobs: Sequence[Any] | range, progress: Progress | None, title: str) -> Iterator[Any]:
+def tracked(jobs: Sequence[Any] | range, progress: Progress | None, title: str) -> Iterator[Any]:
+    """The jobs one by one, shown as they go."""
     if progress is None:
         yield from jobs
         return

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from fedmask.display import number, percent
@@ -16,6 +17,7 @@ __all__ = [
     "cell_text",
     "comparison_json",
     "comparison_tables",
+    "curvature_tables",
     "formatter",
     "markdown",
     "measured_markdown",
@@ -170,6 +172,70 @@ def batch_table(found: Sequence[dict[str, Any]]) -> Table:
         factor = f"{full['recovery_factor']:.2f}"
         table.add_row(one["cell"], str(one["after_round"]), "full", "", number(full["noise"]), "", factor)
     return table
+
+
+NORMS = {"euclidean": "Euclidean", "hessian": "Hessian", "ggn": "Gauss-Newton"}
+
+
+def curvature_tables(found: Sequence[dict[str, Any]], *, blocks: int = 12) -> list[Table]:
+    """Recovery factors in three norms, the blocks with most of the penalty, and the excess beside R."""
+    factors = Table(title="1/Δ_S in three norms, weighted [95 %: over clients; over block signs]", title_justify="left")
+    for column in ("run", "after round", *NORMS.values()):
+        factors.add_column(column)
+    excess = Table(title="Excess loss of masks, p = ½, beside the expansion s²R", title_justify="left")
+    for column in (
+        "run",
+        "after round",
+        "masks",
+        "s",
+        "excess [95 %, asymptotic]",
+        "s²R, Hessian",
+        "s²R, Gauss-Newton",
+    ):
+        excess.add_column(column)
+    tables = [factors, excess]
+    for one in found:
+        state = (one["cell"], str(one["after_round"]))
+        factors.add_row(*state, *(factor_text(one["norms"][name]).replace("[", "\\[") for name in NORMS))
+        for point in one["excess"]:
+            excess.add_row(*state, *excess_cells(one, point, "\\["))
+        by_block = Table(
+            title=f"{one['cell']} after round {one['after_round']}: share of R_ind and 1/Δ_S of a block",
+            title_justify="left",
+        )
+        by_block.add_column("block")
+        for name in NORMS.values():
+            by_block.add_column(f"{name}: share", justify="right")
+            by_block.add_column("1/Δ_S", justify="right")
+        shares = np.array(one["norms"]["hessian"]["block_shares"])
+        for b in np.argsort(-np.abs(shares))[:blocks]:
+            cells = []
+            for name in NORMS:
+                norm = one["norms"][name]
+                factor = norm["block_factors"][b]
+                cells += [percent(norm["block_shares"][b]), "–" if factor is None else f"{factor:.2f}"]
+            by_block.add_row(one["blocks"][b], *cells)
+        tables.append(by_block)
+    return tables
+
+
+def factor_text(norm: dict[str, Any]) -> str:
+    """A recovery factor with its interval."""
+    low, high = norm["interval"]
+    return f"{norm['factor']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def excess_cells(one: dict[str, Any], point: dict[str, Any], bracket: str = "[") -> list[str]:
+    """Masks, scale, excess with its interval, and the penalties at that scale."""
+    low, high = point["interval"]
+    scale = point["scale"]
+    expected = [number(scale**2 * one["penalties"][name][point["sharing"]]) for name in ("hessian", "ggn")]
+    return [
+        point["sharing"],
+        f"{scale:g}",
+        f"{number(point['excess'])} {bracket}{number(low)}, {number(high)}]",
+        *expected,
+    ]
 
 
 def measured_markdown(parts: Sequence[dict[str, Any]], sizes: Sequence[dict[str, Any]]) -> str:

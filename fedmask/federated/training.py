@@ -160,6 +160,14 @@ class Trainer:
         """The places of a client's samples in the training set."""
         return self._partition.shard(client)
 
+    def samples(
+        self, indices: Int64[np.ndarray, " samples"]
+    ) -> tuple[Float32[Tensor, "samples channels height width"], Int64[Tensor, " samples"]]:
+        """Normalized training images, as the network sees them, and their labels."""
+        images, labels = self._train
+        chosen = torch.from_numpy(indices)
+        return self._normalized(images[chosen.to(images.device)]), labels[chosen.to(labels.device)].to(self._device)
+
     @property
     def test_samples(self) -> int:
         """Size of the test set."""

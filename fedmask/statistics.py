@@ -37,6 +37,7 @@ __all__ = [
 Cohort: TypeAlias = GramMatrices | CohortSums
 
 _ALL_ZERO = "every update is zero"
+_SIGN_CHANGES = "the sum of the clients' forms is zero or changes its sign as a client is left out"
 _ONE_CLIENT = "undefined for one client (n < 2)"
 
 
@@ -173,7 +174,8 @@ def recovery_factor_interval(gram: GramMatrices, *, weighted: bool = False, leve
 
     1/Δ_S scales with the number of clients, so leaving one out estimates another quantity. What is
     jackknifed is q = (1/Δ_S − 1)/(K − 1), which does not depend on K (weighted, K is 1/Σa_k²); the interval
-    for q is mapped back at the full K and cut to the range from 0 to K_c that 1/Δ_S can take.
+    for q is mapped back at the full K and, for a definite inner product, cut to the range from 0 to K_c that 1/Δ_S
+    can take.
     """
     a = gram.counts if weighted else np.ones(len(gram.clients))
     if np.count_nonzero(a) < 3:
@@ -183,11 +185,13 @@ def recovery_factor_interval(gram: GramMatrices, *, weighted: bool = False, leve
     total, squares = a.sum(), np.sum(a**2)
     sizes = np.append(total**2 / squares, (total - a) ** 2 / (squares - a**2))
     top, bottom = _leave_one_out(scaled)
-    if not np.all(bottom > 0):
-        return Interval(None, None, level, _ALL_ZERO)
+    if not (np.all(bottom > 0) or np.all(bottom < 0)):
+        return Interval(None, None, level, _ALL_ZERO if gram.definite else _SIGN_CHANGES)
     q = (top / bottom - 1) / (sizes - 1)
     low, high = _jackknife(q, level)
     size = float(sizes[0])
+    if not gram.definite:
+        return Interval(1 + (size - 1) * low, 1 + (size - 1) * high, level)
     return Interval(max(0.0, 1 + (size - 1) * low), min(float(len(a)), 1 + (size - 1) * high), level)
 
 
@@ -201,7 +205,9 @@ def noise_interval(gram: GramMatrices, *, level: float = 0.95) -> Interval:
     """A jackknife interval over clients for the noise σ², cut at zero."""
     top, bottom = _leave_one_out(gram.total)
     interval = _moment_interval(lambda k: (bottom - top / k) / (k - 1), len(gram.clients), level)
-    return interval if interval.low is None else Interval(max(0.0, interval.low), interval.high, level)
+    if interval.low is None or not gram.definite:
+        return interval
+    return Interval(max(0.0, interval.low), interval.high, level)
 
 
 def _sums(cohort: Cohort) -> CohortSums:

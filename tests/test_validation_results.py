@@ -30,6 +30,7 @@ from validation.attribution import (
     write_measurement,
 )
 from validation.compare import comparisons, paper_cells
+from validation.curvature import measure_curvature
 from validation.intervals import COVERAGE, block_bootstrap, wilson
 from validation.protocol import load_protocol
 from validation.records import Record, load_records, record_runs, unfinished
@@ -541,10 +542,12 @@ def test_the_report_is_one_file_that_needs_no_other(runs, tmp_path):
     folder = runs / "attribution"
     write_measurement(attribute(state), folder)
     write_measurement(batch_sizes(state, [8, 16], repeats=3), folder)
+    write_measurement(measure_curvature(state, images=50, draws=2, pairs=2), folder)
     done = validation("report", str(runs), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     names = ("recovery-steps", "recovery-rounds", "signal-noise", "accuracy", "blocks", "noise-parts", "batch-sizes")
+    names += ("curvature",)
     assert sorted(path.stem for path in tmp_path.glob("*.png")) == sorted(names)
     assert page.count('src="data:image/png;base64,') == len(names)
     assert not [word for word in ("http://", "https://", "<link", "<script", str(runs)) if word in page]

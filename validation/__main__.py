@@ -134,7 +134,7 @@ def compare(
         typer.echo(to_json([comparison_json(kind) for kind in found], indent=2))
     elif as_markdown:
         typer.echo("\n".join(markdown(kind) for kind in found))
-        measured = (load_measurements(directories, kind) for kind in ("attribution", "batch sizes"))
+        measured = (load_measurements(directories, kind) for kind in ("attribution", "batch sizes", "curvature"))
         typer.echo(measured_markdown(*measured), nl=False)
     else:
         console = Console(width=None if sys.stdout.isatty() else 150)
@@ -222,7 +222,7 @@ def report(
         from validation.report import write_report
     except ModuleNotFoundError as error:
         raise FedmaskError(f"the report needs {error.name}: pip install 'fedmask[report]'") from None
-    measured = {kind: load_measurements(directories, kind) for kind in ("attribution", "batch sizes")}
+    measured = {kind: load_measurements(directories, kind) for kind in ("attribution", "batch sizes", "curvature")}
     for file in write_report(records, out, waiting=unfinished(directories), measured=measured):
         typer.echo(file)
 

@@ -171,13 +171,15 @@ FIGURES: dict[str, tuple[str, Callable[[Comparison], Figure | None]]] = {
 MEASURED: dict[str, tuple[str, str]] = {  # kind of measurement → file name and title
     "attribution": ("noise-parts", "What the noise is made of"),
     "batch sizes": ("batch-sizes", "Noise of one local step against the batch size"),
+    "curvature": ("curvature", "What masks cost, and what the second-order expansion says"),
 }
 
 
 def draw_measured(kind: str, found: Sequence[Mapping[str, Any]]) -> Figure:
     """The figure of one kind of measurement."""
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        return noise_parts_figure(found) if kind == "attribution" else batch_size_figure(found)
+        drawn = {"attribution": noise_parts_figure, "batch sizes": batch_size_figure, "curvature": curvature_figure}
+        return drawn[kind](found)
 
 
 def draw(name: str, found: Comparison) -> Figure | None:
@@ -272,4 +274,25 @@ def batch_size_figure(found: Sequence[Mapping[str, Any]]) -> Figure:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=8, frameon=False)
+    return figure
+
+
+def curvature_figure(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Excess loss of independent and synchronized masks against the updates' scale, beside s²R of the Hessian."""
+    figure, panels = plt.subplots(
+        1, len(found), figsize=(max(WIDTH, 2.6 * len(found)), 3.2), layout="constrained", squeeze=False, sharey=True
+    )
+    for one, axes in zip(found, panels[0], strict=True):
+        for sharing, colour in (("independent", "#0072B2"), ("synchronized", "#D55E00")):
+            points = sorted((p for p in one["excess"] if p["sharing"] == sharing), key=lambda point: point["scale"])
+            x, y = (np.array([p[name] for p in points]) for name in ("scale", "excess"))
+            ends = np.array([p["interval"] for p in points])
+            axes.errorbar(x, y, np.abs(ends.T - y), color=colour, fmt="o", capsize=3, label=f"{sharing}: measured")
+            axes.plot(x, x**2 * one["penalties"]["hessian"][sharing], color=colour, ls="--", label=f"{sharing}: s²R")
+        axes.set(xscale="log", yscale="log", xlabel="updates × s")
+        axes.set_xticks(x, [f"{value:g}" for value in x])
+        axes.minorticks_off()
+        axes.set_title(f"{one['cell']}\nafter round {one['after_round']}", fontsize=8)
+    panels[0][0].set_ylabel("excess loss, p = ½ (95 %)")
+    panels[0][-1].legend(fontsize=7, frameon=False)
     return figure

@@ -14,7 +14,7 @@ from validation.compare import QUANTITIES, TITLES, Comparison, Row, comparisons
 from validation.figures import FIGURES, MEASURED, draw, draw_measured, save
 from validation.intervals import COVERAGE
 from validation.records import Record
-from validation.tables import formatter, settings
+from validation.tables import CURVATURE_HEADS, curvature_rows, formatter, settings
 from validation.verdicts import verdicts
 
 __all__ = ["INFERRED", "write_report"]
@@ -183,6 +183,14 @@ def _explained(measurement: str) -> str:
             "client's own law, finite shards is what other samples of the same classes change, and heterogeneity what "
             "differs between clients beyond that.</p>"
         )
+    if measurement == "curvature":
+        return (
+            "<p>At the mean update's end point θ − Δ̄, on a sample of the training images: 1/Δ_S, weighted, in the "
+            "Euclidean norm and exactly, in the inner products of the Hessian's blocks and of the Gauss-Newton "
+            "matrix's, from random block signs. Then the loss that masks with p = ½ add, measured over masks and their "
+            "complements for the updates times s, beside the penalties s²R_ind and s²R_shr. Intervals are asymptotic: "
+            "losses are unbounded.</p>"
+        )
     return (
         "<p>The dashed line is what the trace of the per-sample gradient covariance predicts, (tr C/b)(1 − b/n) more "
         "than the full batch's noise; nothing is fitted. The points are measured.</p>"
@@ -201,6 +209,9 @@ def _points(several: Sequence[Mapping[str, Any]]) -> str:
                 for name in (*PARTS, *OWN_LAW)
             ]
             body.append((one["cell"], str(one["after_round"]), number(one["noise"]), number(one["signal"]), *shares))
+    elif several[0]["kind"] == "curvature":
+        heads = CURVATURE_HEADS
+        body = [tuple(row) for one in several for row in curvature_rows(one)]
     else:
         heads = ("run", "after round", "batch size", "noise predicted", "measured", "1/Δ_S predicted", "measured")
         for one in several:

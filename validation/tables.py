@@ -1,7 +1,7 @@
 """Comparisons, verdicts and measurements as tables for a terminal, as Markdown and as JSON values."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,12 @@ from validation.compare import QUANTITIES, TITLES, Comparison, Row
 from validation.verdicts import Verdict, verdicts
 
 __all__ = [
+    "CURVATURE_HEADS",
     "batch_table",
     "cell_text",
     "comparison_json",
     "comparison_tables",
+    "curvature_rows",
     "curvature_tables",
     "formatter",
     "markdown",
@@ -219,7 +221,7 @@ def curvature_tables(found: Sequence[dict[str, Any]], *, blocks: int = 12) -> li
     return tables
 
 
-def factor_text(norm: dict[str, Any]) -> str:
+def factor_text(norm: Mapping[str, Any]) -> str:
     """A recovery factor with its interval."""
     low, high = norm["interval"]
     return f"{norm['factor']:.2f} [{low:.2f}, {high:.2f}]"
@@ -238,8 +240,32 @@ def excess_cells(one: dict[str, Any], point: dict[str, Any], bracket: str = "[")
     ]
 
 
-def measured_markdown(parts: Sequence[dict[str, Any]], sizes: Sequence[dict[str, Any]]) -> str:
-    """Measured parts of the noise and of one local step as Markdown, for the README; empty without any."""
+CURVATURE_HEADS = (
+    "run",
+    "after round",
+    *(f"1/Δ_S, {name}" for name in NORMS.values()),
+    "excess, independent: measured",
+    "R_ind",
+    "excess, synchronized: measured",
+    "R_shr",
+)
+
+
+def curvature_rows(one: Mapping[str, Any]) -> list[list[str]]:
+    """A state in one line: three factors, and at s = 1 the excess of both kinds of masks beside the Hessian's R."""
+    cells = [one["cell"], str(one["after_round"]), *(factor_text(one["norms"][name]) for name in NORMS)]
+    for sharing in ("independent", "synchronized"):
+        point = next(p for p in one["excess"] if p["sharing"] == sharing and p["scale"] == 1)
+        low, high = point["interval"]
+        expected = one["penalties"]["hessian"][sharing]
+        cells += [f"{number(point['excess'])} [{number(low)}, {number(high)}]", number(expected)]
+    return [cells]
+
+
+def measured_markdown(
+    parts: Sequence[dict[str, Any]], sizes: Sequence[dict[str, Any]], curvature: Sequence[dict[str, Any]] = ()
+) -> str:
+    """Measured parts of the noise, of one local step, and curvature as Markdown, for the README; empty without any."""
     lines = []
     if parts:
         names = (*PARTS, *OWN_LAW)
@@ -264,5 +290,9 @@ def measured_markdown(parts: Sequence[dict[str, Any]], sizes: Sequence[dict[str,
                     f"{number(measured['noise'])} [{noise}] | {predicted['recovery_factor']:.2f} | "
                     f"{measured['recovery_factor']:.2f} [{factor}] |"
                 )
+        lines.append("")
+    if curvature:
+        lines += [f"| {' | '.join(CURVATURE_HEADS)} |", f"|{'---|' * len(CURVATURE_HEADS)}"]
+        lines += [f"| {' | '.join(row)} |" for one in curvature for row in curvature_rows(one)]
         lines.append("")
     return "\n".join(lines)

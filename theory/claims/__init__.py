@@ -1,6 +1,16 @@
 """All claims, in the order of the paper and then beyond it."""
 
-from theory.claims import dilution, diversity, expansion, granularity, masking, rounds, signal_noise, synchrony
+from theory.claims import (
+    dilution,
+    diversity,
+    expansion,
+    granularity,
+    masking,
+    measuring,
+    rounds,
+    signal_noise,
+    synchrony,
+)
 from theory.registry import Claim
 
 __all__ = ["CLAIMS"]
@@ -14,4 +24,5 @@ CLAIMS: tuple[Claim, ...] = (
     *granularity.CLAIMS,
     *rounds.CLAIMS,
     *expansion.CLAIMS,
+    *measuring.CLAIMS,
 )

@@ -257,8 +257,9 @@ def curvature_rows(one: Mapping[str, Any]) -> list[list[str]]:
     for sharing in ("independent", "synchronized"):
         point = next(p for p in one["excess"] if p["sharing"] == sharing and p["scale"] == 1)
         low, high = point["interval"]
-        expected = one["penalties"]["hessian"][sharing]
-        cells += [f"{number(point['excess'])} [{number(low)}, {number(high)}]", number(expected)]
+        ends = one["norms"]["hessian"]["independent_interval" if sharing == "independent" else "shared_interval"]
+        expected = f"{number(one['penalties']['hessian'][sharing])} [{number(ends[0])}, {number(ends[1])}]"
+        cells += [f"{number(point['excess'])} [{number(low)}, {number(high)}]", expected]
     return [cells]
 
 

@@ -13,6 +13,8 @@ def report(request):
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
     def print_and_keep(part, columns, rows, notes=()):
+        if not rows:  # none of the part was chosen
+            return
         widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
         with capture.global_and_fixture_disabled():
             print(f"\n\n{part}")

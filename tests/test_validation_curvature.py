@@ -13,7 +13,7 @@ from fedmask.randomness import Purpose, permutation
 from validation import __main__ as main
 from validation.attribution import load_measurements, open_state
 from validation.curvature import _train_cohort, measure_curvature
-from validation.tables import curvature_rows, measured_markdown
+from validation.tables import curvature_row, measured_markdown
 
 CONFIG = RunConfig(clients=20, cohort=4, rounds=2, model="cnn", groups=8, batch_size=32, seed=11, checkpoint_every=1)
 SCALES = (1.0, 0.25)
@@ -98,11 +98,13 @@ def test_the_command_prints_tables_and_keeps_strict_json(state, tmp_path):
     assert "synchronized" in done.output
     measured = load_measurements([tmp_path], "curvature")
     assert [one["after_round"] for one in measured] == [0, 1]
-    rows = [row for one in measured for row in curvature_rows(one)]
+    rows = [curvature_row(one) for one in measured]
     assert measured_markdown([], [], measured).count("\n| b32-t1-alpha100-seed11 |") == len(rows) == 2
 
 
-@pytest.mark.parametrize(("fields", "message"), [({"images": 0}, "images is 0"), ({"pairs": 1}, "pairs is 1")])
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"images": 0}, "images is 0"), ({"pairs": 1}, "pairs is 1"), ({"draws": 1}, "draws is 1")]
+)
 def test_what_cannot_be_measured_is_refused(state, fields, message):
     with pytest.raises(FedmaskError, match=message):
         measure_curvature(state[1], **fields)

@@ -1,6 +1,7 @@
 """``python -m validation run PROTOCOL``."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +14,9 @@ from fedmask.display import run_app
 from fedmask.errors import FedmaskError
 from fedmask.federated import load_data
 from fedmask.files import to_json
+from validation.attribution import State, data_of, load_measurements, open_state, write_measurement
 from validation.attribution import attribute as measure_parts
 from validation.attribution import batch_sizes as measure_batch_sizes
-from validation.attribution import data_of, load_measurements, open_state, write_measurement
 from validation.compare import comparisons
 from validation.curvature import measure_curvature
 from validation.protocol import Protocol, load_protocol, protocol_names
@@ -168,9 +169,7 @@ def attribute(
     Or with --batch-sizes, what per-sample gradients predict for one local step, beside what it is.
     """
     after, wanted = _numbers("--rounds", rounds), None if sizes is None else _numbers("--batch-sizes", sizes)
-    images = load_data(data or data_of(run))
-    for round_ in after:
-        state = open_state(run, round_, images, device=None if device == "the run's" else device)
+    for state in _states(run, after, data, device):
         with Progress(console=Console(stderr=True), transient=True) as progress:
             if wanted is None:
                 found = measure_parts(state, progress=progress)
@@ -200,9 +199,7 @@ def curvature(
     the loss that masks really cost beside R_ind and R_shr, for the updates and for smaller multiples of them.
     """
     after = _numbers("--rounds", rounds)
-    given = load_data(data or data_of(run))
-    for round_ in after:
-        state = open_state(run, round_, given, device=None if device == "the run's" else device)
+    for state in _states(run, after, data, device):
         with Progress(console=Console(stderr=True), transient=True) as progress:
             found = measure_curvature(state, images=images, draws=draws, pairs=pairs, progress=progress)
         path = write_measurement(found, to or run.parent / "attribution")
@@ -225,6 +222,12 @@ def report(
     measured = {kind: load_measurements(directories, kind) for kind in ("attribution", "batch sizes", "curvature")}
     for file in write_report(records, out, waiting=unfinished(directories), measured=measured):
         typer.echo(file)
+
+
+def _states(run: Path, rounds: list[int], data: str | None, device: str) -> Iterator[State]:
+    images = load_data(data or data_of(run))
+    for round_ in rounds:
+        yield open_state(run, round_, images, device=None if device == "the run's" else device)
 
 
 def _chosen(protocol: str, device: str, cells: str | None, seeds: str | None) -> Protocol:

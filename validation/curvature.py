@@ -24,7 +24,6 @@ from fedmask import (
     Independent,
     Synchronized,
     cohort_masks,
-    gram_matrices,
     masked_mean,
     recovery_factor,
     recovery_factor_interval,
@@ -72,20 +71,23 @@ def measure_curvature(
         progress: where to show how far it is.
 
     Raises:
-        FedmaskError: if there are fewer training images, or fewer than two pairs.
+        FedmaskError: if there are fewer training images, or fewer than two draws or pairs.
     """
     if not 1 <= images <= len(state.data.train_labels):
         raise FedmaskError(f"images is {images}; {state.data.name} has 1 to {len(state.data.train_labels)} to train on")
     if pairs < 2:
         raise FedmaskError(f"pairs is {pairs}; an interval needs two or more")
+    if draws < 2:
+        raise FedmaskError(f"draws is {draws}; an interval needs two or more")
     updates, counts = _train_cohort(state, progress)
     blocks, cohort = state.trainer.blocks, state.cohort
-    mean = masked_mean(updates, blocks, counts=counts, clients=cohort, statistics="none").mean
-    end = state.weights - mean
+    dense = masked_mean(updates, blocks, counts=counts, clients=cohort)
+    assert dense.gram is not None
+    end = state.weights - dense.mean
     model = initial_model(state.config, state.data).to(end.device).eval()
     chosen = permutation(state.config.seed, Purpose.POOLED_SHARDS, len(state.data.train_labels), draw=2)[:images]
     inputs, labels = state.trainer.samples(chosen)
-    grams: dict[str, GramMatrices] = {"euclidean": gram_matrices(updates, blocks, counts=counts, clients=cohort)}
+    grams = {"euclidean": dense.gram}
     objective = Objective(model, inputs, labels, batch_size=250)
     for name in CURVATURES:
         with _shown(progress, f"products with the {name}") as told:
@@ -111,7 +113,7 @@ def measure_curvature(
         "p": P,
         "blocks": list(blocks.block_names),
         "norms": {name: _norm(gram) for name, gram in grams.items()},
-        "excess": _excess(state, model, updates, counts, mean, (inputs, labels), pairs, scales, progress),
+        "excess": _excess(state, model, updates, counts, dense.mean, (inputs, labels), pairs, scales, progress),
         "penalties": {
             name: {"independent": independent_penalty(grams[name], P), "synchronized": shared_penalty(grams[name], P)}
             for name in CURVATURES

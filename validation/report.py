@@ -14,7 +14,7 @@ from validation.compare import QUANTITIES, TITLES, Comparison, Row, comparisons
 from validation.figures import FIGURES, MEASURED, draw, draw_measured, save
 from validation.intervals import COVERAGE
 from validation.records import Record
-from validation.tables import CURVATURE_HEADS, curvature_rows, formatter, settings
+from validation.tables import CURVATURE_HEADS, curvature_row, formatter, settings
 from validation.verdicts import verdicts
 
 __all__ = ["INFERRED", "write_report"]
@@ -211,7 +211,7 @@ def _points(several: Sequence[Mapping[str, Any]]) -> str:
             body.append((one["cell"], str(one["after_round"]), number(one["noise"]), number(one["signal"]), *shares))
     elif several[0]["kind"] == "curvature":
         heads = CURVATURE_HEADS
-        body = [tuple(row) for one in several for row in curvature_rows(one)]
+        body = [tuple(curvature_row(one)) for one in several]
     else:
         heads = ("run", "after round", "batch size", "noise predicted", "measured", "1/Δ_S predicted", "measured")
         for one in several:

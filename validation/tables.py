@@ -18,7 +18,7 @@ __all__ = [
     "cell_text",
     "comparison_json",
     "comparison_tables",
-    "curvature_rows",
+    "curvature_row",
     "curvature_tables",
     "formatter",
     "markdown",
@@ -251,7 +251,7 @@ CURVATURE_HEADS = (
 )
 
 
-def curvature_rows(one: Mapping[str, Any]) -> list[list[str]]:
+def curvature_row(one: Mapping[str, Any]) -> list[str]:
     """A state in one line: three factors, and at s = 1 the excess of both kinds of masks beside the Hessian's R."""
     cells = [one["cell"], str(one["after_round"]), *(factor_text(one["norms"][name]) for name in NORMS)]
     for sharing in ("independent", "synchronized"):
@@ -260,7 +260,7 @@ def curvature_rows(one: Mapping[str, Any]) -> list[list[str]]:
         ends = one["norms"]["hessian"]["independent_interval" if sharing == "independent" else "shared_interval"]
         expected = f"{number(one['penalties']['hessian'][sharing])} [{number(ends[0])}, {number(ends[1])}]"
         cells += [f"{number(point['excess'])} [{number(low)}, {number(high)}]", expected]
-    return [cells]
+    return cells
 
 
 def measured_markdown(
@@ -294,6 +294,6 @@ def measured_markdown(
         lines.append("")
     if curvature:
         lines += [f"| {' | '.join(CURVATURE_HEADS)} |", f"|{'---|' * len(CURVATURE_HEADS)}"]
-        lines += [f"| {' | '.join(row)} |" for one in curvature for row in curvature_rows(one)]
+        lines += [f"| {' | '.join(row)} |" for row in map(curvature_row, curvature)]
         lines.append("")
     return "\n".join(lines)
